@@ -107,11 +107,12 @@ def _refuse_engine(target: str, file: ConfigFile) -> None:
     from nb_accelerate.base.config.env import Environment
 
     variable = VARIABLES["engine"]
-    said = Environment(os.environ).text(variable)
-    engine = (said or file.section("engine_config").get("engine", "auto")).lower()
+    in_environment = Environment(os.environ).text(variable)
+    engine = (in_environment or file.section("engine_config").get("engine", "auto")).lower()
     if engine != "auto":
+        source = variable if in_environment else file.path
         raise ConfigError(
-            f"engine={engine!r}, from {variable if said else file.path}, is for notebooks, and the ranks of a script "
+            f"engine={engine!r}, from {source}, is for notebooks, and the ranks of a script "
             f"are on this machine. Write {variable}=auto nb-accelerate launch {target}. For several machines, start it "
             "on each with --num_machines"
         )
@@ -129,9 +130,9 @@ def _rehearse(job: Job, chosen: dict[str, Any], device: str | None, memory: str 
         of_launch["num_processes"] = chosen["num_processes"] * machines
     function, args = job.call
     bound = functools.partial(function, *args)
-    found = run_rehearsal(bound, num_machines=machines, device=device, memory=memory, **of_launch)
-    print(found)
-    return 0 if found.ok else 1
+    rehearsal = run_rehearsal(bound, num_machines=machines, device=device, memory=memory, **of_launch)
+    print(rehearsal)
+    return 0 if rehearsal.ok else 1
 
 
 def _job(arguments: argparse.Namespace) -> Job:
@@ -158,71 +159,90 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
     """
     from nb_accelerate.base.config.env import Environment
     from nb_accelerate.base.config.parallelism import resolve_parallelism
-    from nb_accelerate.base.topology.master_address import node_in_step
 
-    said = vars(arguments)
-
-    def choose(flag: str, default: Any) -> Any:
-        return said[flag] if said[flag] is not None else file.get(flag, default)
-
-    # Devices, and the engine.
-    given = [flag for flag in ("cpu", "tpu", "multi_gpu", "gpu_ids") if said[flag]]
-    if len(given) > 1 and given[0] in ("cpu", "tpu"):
-        raise ConfigError(f"--{given[0]} and --{given[1]} were both given. Leave one of them out.")
-    kind = file.get("distributed_type", "NO")
     engine = chosen_engine(arguments, file)
-    if kind not in _KINDS and not (arguments.cpu or arguments.multi_gpu or engine):
-        raise ConfigError(
-            f"distributed_type: {kind}, in {file.path}, is for hardware or an engine that "
-            f"this package does not know. Write one of {', '.join(_KINDS)}, or a flag such as --multi_gpu or --cpu"
-        )
-    on_cpu = arguments.cpu or (not given and (file.get("use_cpu") or kind == "MULTI_CPU"))
-    # Machines, and how many processes each of them has.
-    machines = abs(KEYS["num_machines"]("num_machines", choose("num_machines", 1)))  # -1 is not set
-    total = choose("num_processes", -1)
-    total = None if total == -1 else total
-    if total is not None and total % machines:
-        raise ConfigError(
-            f"num_processes={total} cannot be shared out equally to num_machines={machines}. Write a multiple of "
-            f"{machines}: it counts the processes on all machines together."
-        )
-    processes = None if total is None else total // machines
-    gpu_ids = KEYS["gpu_ids"]("gpu_ids", choose("gpu_ids", "all"))
-    gpus = [] if gpu_ids == "all" else [int(number) for number in gpu_ids.split(",")]
-    devices: Any = "cpu" if on_cpu else gpus[:processes] or None
-    if engine == "XLA" and not arguments.cpu:
-        devices = "xla"
+    num_machines, total = _choose_machines(arguments, file)
+    num_processes = None if total is None else total // num_machines
+    devices = _choose_devices(arguments, file, engine, num_processes)
     variables = rank_variables(arguments, file, engine)
     layout = resolve_parallelism(None, None, Environment({**os.environ, **variables}))
     if layout is not None and total is not None:
         layout.check_ranks(total)
-    # Where they meet: at an address that flags or the file say, or at the first node of a step of SLURM.
-    is_said = arguments.machine_rank is not None or arguments.main_process_ip is not None
-    step = None if is_said else node_in_step(os.environ, machines)
-    rank, address = step or (choose("machine_rank", 0), choose("main_process_ip", None))
-    port = choose("main_process_port", None)
-    backend = choose("rdzv_backend", "static")
-    meeting = {"use_port": port}
-    if machines > 1 and address and backend == "c10d":
-        host = f"[{address}]" if ":" in address else address
-        meeting = {"rdzv_endpoint": f"{host}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
-    elif machines > 1 and address:
-        meeting["master_addr"] = address
     return {
-        "num_processes": processes,
+        "num_processes": num_processes,
         "devices": devices,
         "mixed_precision": arguments.mixed_precision or "no",
-        "num_nodes": machines,
-        "node_rank": rank,
-        "rdzv_backend": backend,
+        "num_nodes": num_machines,
         "rdzv_conf": _pairs(arguments.rdzv_conf),
         "max_restarts": arguments.max_restarts or 0,
         "monitor_interval": 0.1 if arguments.monitor_interval is None else arguments.monitor_interval,
         "timeout": arguments.timeout,
         "progress": "off" if arguments.quiet else "auto",
         "env": variables,
-        **meeting,
+        **_choose_rendezvous(arguments, file, num_machines),
     }
+
+
+def _flag_or_file(arguments: argparse.Namespace, file: ConfigFile, name: str, default: Any) -> Any:
+    flag = getattr(arguments, name)
+    return file.get(name, default) if flag is None else flag
+
+
+def _choose_machines(arguments: argparse.Namespace, file: ConfigFile) -> tuple[int, int | None]:
+    """Return the number of machines, and of processes on all of them together; None where that is not said."""
+    num_machines = KEYS["num_machines"]("num_machines", _flag_or_file(arguments, file, "num_machines", 1))
+    num_machines = 1 if num_machines == -1 else num_machines  # accelerate's value for "not set", as below
+    total = _flag_or_file(arguments, file, "num_processes", -1)
+    if total == -1:
+        return num_machines, None
+    if total % num_machines:
+        raise ConfigError(
+            f"num_processes={total} cannot be shared out equally to num_machines={num_machines}. Write a multiple of "
+            f"{num_machines}: it counts the processes on all machines together."
+        )
+    return num_machines, total
+
+
+def _choose_devices(
+    arguments: argparse.Namespace, file: ConfigFile, engine: str, num_processes: int | None
+) -> str | list[int] | None:
+    """Return ``devices`` of a launch: None for those that this machine has."""
+    given_flags = [flag for flag in ("cpu", "tpu", "multi_gpu", "gpu_ids") if getattr(arguments, flag)]
+    if len(given_flags) > 1 and given_flags[0] in ("cpu", "tpu"):
+        raise ConfigError(f"--{given_flags[0]} and --{given_flags[1]} were both given. Leave one of them out.")
+    kind = file.get("distributed_type", "NO")
+    if kind not in _KINDS and not (arguments.cpu or arguments.multi_gpu or engine):
+        raise ConfigError(
+            f"distributed_type: {kind}, in {file.path}, is for hardware or an engine that "
+            f"this package does not know. Write one of {', '.join(_KINDS)}, or a flag such as --multi_gpu or --cpu"
+        )
+    gpu_ids = KEYS["gpu_ids"]("gpu_ids", _flag_or_file(arguments, file, "gpu_ids", "all"))
+    if engine == "XLA" and not arguments.cpu:
+        return "xla"
+    if arguments.cpu or (not given_flags and (file.get("use_cpu") or kind == "MULTI_CPU")):
+        return "cpu"
+    return None if gpu_ids == "all" else [int(number) for number in gpu_ids.split(",")][:num_processes]
+
+
+def _choose_rendezvous(arguments: argparse.Namespace, file: ConfigFile, num_machines: int) -> dict[str, Any]:
+    """Return the options that say which machine this is, and where all of them meet."""
+    from nb_accelerate.base.topology.master_address import node_in_step
+
+    is_said = arguments.machine_rank is not None or arguments.main_process_ip is not None
+    slurm_step = None if is_said else node_in_step(os.environ, num_machines)  # which knows both
+    rank, address = slurm_step or (
+        _flag_or_file(arguments, file, "machine_rank", 0),
+        _flag_or_file(arguments, file, "main_process_ip", None),
+    )
+    port = _flag_or_file(arguments, file, "main_process_port", None)
+    backend = _flag_or_file(arguments, file, "rdzv_backend", "static")
+    options = {"node_rank": rank, "rdzv_backend": backend}
+    if num_machines > 1 and address and backend == "c10d":
+        host = f"[{address}]" if ":" in address else address
+        return {**options, "rdzv_endpoint": f"{host}:{port or 29500}", "rdzv_id": Path(arguments.target).name}
+    if num_machines > 1 and address:
+        options["master_addr"] = address
+    return {**options, "use_port": port}
 
 
 def _pairs(text: str | None) -> dict[str, str] | None:
@@ -235,10 +255,10 @@ def _pairs(text: str | None) -> dict[str, str] | None:
 
 
 def _run_notebook(arguments: argparse.Namespace) -> int:
-    given = next((flag.name for group in GROUPS for flag in group.flags if getattr(arguments, flag.name)), None)
-    if given is not None:
+    flag = next((flag.name for group in GROUPS for flag in group.flags if getattr(arguments, flag.name)), None)
+    if flag is not None:
         raise ConfigError(
-            f"a notebook starts its own ranks: leave out --{given}, and write in its cell: "
+            f"a notebook starts its own ranks: leave out --{flag}, and write in its cell: "
             "notebook_launcher(train, num_processes=2)."
         )
     # Flags of notebooks may stand behind it too.
@@ -292,14 +312,17 @@ def chosen_engine(arguments: argparse.Namespace, file: ConfigFile) -> str:
     switches = [name for name in (*_SWITCHES, "multi_gpu") if getattr(arguments, name)]
     if len(switches) > 1:
         raise ConfigError(f"--{switches[0]} and --{switches[1]} were both given. Leave one of them out.")
-    of_file = file.get("distributed_type", "")
-    engine = _SWITCHES.get(switches[0], "") if switches else of_file if of_file in _SWITCHES.values() else ""
+    engine = ""
+    if switches:
+        engine = _SWITCHES.get(switches[0], "")
+    elif file.get("distributed_type") in _SWITCHES.values():
+        engine = file.get("distributed_type")
     for group in GROUPS:
         is_on = not group.switch or getattr(arguments, group.switch) or _SWITCHES.get(group.switch) == engine
-        given = next((flag.name for flag in group.flags if getattr(arguments, flag.name, None) is not None), None)
-        if given is not None and not is_on:
+        flag = next((flag.name for flag in group.flags if getattr(arguments, flag.name, None) is not None), None)
+        if flag is not None and not is_on:
             raise ConfigError(
-                f"--{given} is for --{group.switch}, which was not given. Add --{group.switch}, or leave it out."
+                f"--{flag} is for --{group.switch}, which was not given. Add --{group.switch}, or leave it out."
             )
     path = arguments.deepspeed_config_file
     if path is not None and not path.is_file():
@@ -309,22 +332,26 @@ def chosen_engine(arguments: argparse.Namespace, file: ConfigFile) -> str:
 
 def rank_variables(arguments: argparse.Namespace, file: ConfigFile, engine: str) -> dict[str, str]:
     """Return the variables of the ranks. Flags come before the environment, the environment before the file."""
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    is_set = {name for name, value in os.environ.items() if value.strip()}
+    flags = {name: value for name, value in vars(arguments).items() if value is not None}
+    environment = {name for name, value in os.environ.items() if value.strip()}
     # What the file says of an engine depends on the precision, which a flag may have changed.
-    decided: dict[str, Any] = {name: given[name] for name in ("mixed_precision", "downcast_bf16") if name in given}
-    low = file.general_variables() | replace(file, values={**file.values, **decided}).engine_variables(engine)
-    found = {name: value for name, value in low.items() if name not in is_set}
-    if file is not NO_FILE and ("config_file" in given or CONFIG_FILE not in is_set):
-        found[CONFIG_FILE] = str(file.path.absolute())
+    precision: dict[str, Any] = {name: flags[name] for name in ("mixed_precision", "downcast_bf16") if name in flags}
+    of_file = file.general_variables() | replace(file, values={**file.values, **precision}).engine_variables(engine)
+    variables = {name: value for name, value in of_file.items() if name not in environment}
+    if file is not NO_FILE and ("config_file" in flags or CONFIG_FILE not in environment):
+        variables[CONFIG_FILE] = str(file.path.absolute())
     if arguments.multi_gpu or arguments.gpu_ids:
-        found[GENERAL["use_cpu"]] = "false"
-    # Ranks also read the file, for variables that are not set: what a flag replaces in it is turned off.
+        variables[GENERAL["use_cpu"]] = "false"
     if arguments.multi_gpu or any(getattr(arguments, name) for name in _SWITCHES):
-        of_others = {USES.get(file.get("distributed_type", ""))} | (
-            set(USES.values()) if arguments.multi_gpu else is_set
-        )
-        found |= {name: "false" for word, name in USES.items() if word != engine and name in of_others}
-        if engine != "FSDP" and file.section("parallelism_config"):
-            found[USE_MESH] = "false"
-    return found | variables_of(given, _VARIABLES)
+        variables |= _disabled_engines(file, engine, set(USES.values()) if arguments.multi_gpu else environment)
+    return variables | variables_of(flags, _VARIABLES)
+
+
+def _disabled_engines(file: ConfigFile, engine: str, enabled: set[str]) -> dict[str, str]:
+    """Return variables that disable what the file, or one of the ``enabled`` variables, asks for beside ``engine``."""
+    # Ranks read the file as a fallback, so disable the engine that the file enables but the flags replaced.
+    enabled = {USES.get(file.get("distributed_type", ""), ""), *enabled}
+    variables = {name: "false" for word, name in USES.items() if word != engine and name in enabled}
+    if engine != "FSDP" and file.section("parallelism_config"):
+        variables[USE_MESH] = "false"
+    return variables
