@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from nb_accelerate.training.data.plan.plan import part_bounds, round_of_batches, rows_of_ranks
+from nb_accelerate.training.data.reading.iterable import WrappedBatch
 from nb_accelerate.training.pytree import children_of, is_movable, paths_of_children
 
 if TYPE_CHECKING:
@@ -185,16 +185,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class CountedBatch:
+class CountedBatch(WrappedBatch):
     """A batch, as the user's loader makes it, and its rows."""
 
-    batch: Any
     rows: int | None  # None if that is not known
     of_columns: bool = False  # whether lists in it are known to hold columns, see `row_taker`
-
-    def pin_memory(self) -> CountedBatch:
-        """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
-        return replace(self, batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
 
 
 class CountingCollate:

@@ -22,6 +22,8 @@ from nb_accelerate.training.data.plan.samplers import IterationEnd
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from typing_extensions import Self
+
 
 _MISSING = object()  # fills an incomplete last group up to its size
 
@@ -35,15 +37,21 @@ class LastRow:
 
 
 @dataclass(frozen=True, slots=True)
-class LastBatch:
-    """A rank's part of the last group of an epoch, with the numbers of rows of that group."""
+class WrappedBatch:
+    """A batch, and in subclasses what is known about it."""
 
     batch: Any
-    rows: GroupRows
 
-    def pin_memory(self) -> LastBatch:
+    def pin_memory(self) -> Self:
         """Return this with the batch inside in pinned memory. Called by the loader's pinning thread."""
         return replace(self, batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class LastBatch(WrappedBatch):
+    """A rank's part of the last group of an epoch, with the numbers of rows of that group."""
+
+    rows: GroupRows
 
 
 class MarkingCollate:
