@@ -262,12 +262,12 @@ class Accelerator(
                 str(chosen_precision),
                 usual,
             )
-        given, counts = gradient_accumulation_steps, core.accumulation.num_steps
-        if given not in {None, counts} and process.topology.is_main:
+        steps, counts = gradient_accumulation_steps, core.accumulation.num_steps
+        if steps not in {None, counts} and process.topology.is_main:
             logger.warning(
                 "gradient_accumulation_steps=%s was given, but the environment variable ACCELERATE_GRADIENT_"
                 "ACCUMULATION_STEPS=%s counts more, as in accelerate. Unset it to use the argument.",
-                given,
+                steps,
                 counts,
             )
 
@@ -284,8 +284,8 @@ class Accelerator(
 def _refuse(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in _NOT_YET:
-            *known, _others = signature(Accelerator).parameters
-            instead = _instead(name, value) or suggest(name, (*known, *_NOT_YET))
+            *names, _others = signature(Accelerator).parameters
+            instead = _instead(name, value) or suggest(name, (*names, *_NOT_YET))
             raise UnknownArgumentError(f"Accelerator has no argument {name!r}.{instead}")
         if value is not None:
             raise ConfigError(

@@ -290,10 +290,10 @@ def save(
     if process.kind.reads_later:
         obj = send_to_device(obj, "cpu")  # tensors of this device have no memory that can be read
     if topology.is_local_main if save_on_each_node else topology.is_main:
-        given, rehearsal = obj, context.rehearsal()
+        state, rehearsal = obj, context.rehearsal()
         if safe_serialization:
-            obj = clean_state_dict_for_safetensors(given)
-            tied = [name for name in given if name not in obj]
+            obj = clean_state_dict_for_safetensors(state)
+            tied = [name for name in state if name not in obj]
             if tied:
                 note(f"{f} has no {', '.join(tied)}: other names of tensors that are in it.")
         write(obj, f if rehearsal is None else rehearsal.files.written(f), safe_serialization=safe_serialization)

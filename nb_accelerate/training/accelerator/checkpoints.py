@@ -334,7 +334,7 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             means_newest = project.automatic_checkpoint_naming or project.project_dir is not None
         if means_newest:
             parent = run_on_all_ranks(collectives, self._numbered_folders)
-            found, next_number = read_newest(
+            content, next_number = read_newest(
                 parent, read_content, collectives=collectives, this_rank=this_rank, first=core.registry.first_of_run
             )
         else:
@@ -344,8 +344,8 @@ class CheckpointMixin(ModelFilesMixin, CheckpointPartsMixin):
             whole, damage = loading.read_checkpoint(folder, read_content, collectives=collectives, this_rank=this_rank)
             if damage or whole is None:
                 raise CheckpointError("\n".join(damage))
-            found = whole
-        checkpoint, states, weights = found
+            content = whole
+        checkpoint, states, weights = content
         if hooks:  # which may load what they like, so they come when nothing else is left that might be refused
             offered = list(core.prepared.models)
             for hook in hooks.values():

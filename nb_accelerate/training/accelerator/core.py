@@ -67,24 +67,24 @@ class Handlers:
     @classmethod
     def collect(cls, given: Iterable[KwargsHandler] | None) -> Handlers:
         """Sort a list of handlers by kind; there may be one of each kind."""
-        known = ", ".join(kind.__name__ for kind in _FIELDS)
+        names = ", ".join(kind.__name__ for kind in _FIELDS)
         if not isinstance(given, (list, tuple, set, NoneType)):
             raise ConfigError(
                 f"kwargs_handlers={shown(given)} is {described(given)}, not a list of handlers. Write "
-                f"kwargs_handlers=[...] with instances of: {known}."
+                f"kwargs_handlers=[...] with instances of: {names}."
             )
-        found: dict[str, Any] = {}
+        handlers: dict[str, Any] = {}
         for handler in given or ():
             name = _FIELDS.get(type(handler))
             if name is None:
                 raise ConfigError(
                     f"kwargs_handlers holds {handler!r} ({described(handler)}), which is not a handler this version "
-                    f"knows. Write instances of: {known}, with `from nb_accelerate.utils import ...`."
+                    f"knows. Write instances of: {names}, with `from nb_accelerate.utils import ...`."
                 )
-            if name in found:
+            if name in handlers:
                 raise ConfigError(f"kwargs_handlers holds two {type(handler).__name__}. Write one with all fields.")
-            found[name] = handler
-        return cls(**found)
+            handlers[name] = handler
+        return cls(**handlers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,9 +178,9 @@ class MemoryReport:
         method = WeakMethod(self.measure)
 
         def measure() -> None:
-            own = method()
-            if own is not None:
-                own()
+            register = method()
+            if register is not None:
+                register()
 
         page.measure = measure  # the page must not keep this, and so models, alive
 

@@ -144,7 +144,7 @@ class PreparingMixin(CoreMixin):
             for request in models
             if not _contains(core.prepared.models, request.model)
         }
-        given = {id(pair[0]): pair for pair in optimizers if not _contains(core.prepared.optimizers, pair[0])}
+        by_id = {id(pair[0]): pair for pair in optimizers if not _contains(core.prepared.optimizers, pair[0])}
         for request in requests.values():
             core.precision.prepare_model(innermost(request.model))
         page = here()
@@ -154,14 +154,14 @@ class PreparingMixin(CoreMixin):
             wrapped, engines = core.strategy.prepare(
                 list(requests.values()),
                 # The user's optimizer, also inside one that another `Accelerator` prepared.
-                [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one, _ in given.values()],
-                earlier=[known.optimizer for known in core.process_wide.optimizers],
+                [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one, _ in by_id.values()],
+                earlier=[each.optimizer for each in core.process_wide.optimizers],
             )
         page.enter(Phase.RUNNING)
         made: dict[int, Any] = {}
         for key, model in zip(requests, wrapped, strict=True):
             made[key] = self._finish_model(model)
-        for (key, (optimizer, place)), engine in zip(given.items(), engines, strict=True):
+        for (key, (optimizer, place)), engine in zip(by_id.items(), engines, strict=True):
             made[key] = self._finish_optimizer(optimizer, engine, place)
         core.memory.prepared()
         return (
@@ -288,8 +288,8 @@ class PreparingMixin(CoreMixin):
             )
             core.prepared.schedulers.append(prepared)
             return prepared
-        own = scheduler.optimizer
-        matching = [known for known in core.process_wide.optimizers if known is own or known.optimizer is own]
+        optimizer = scheduler.optimizer
+        matching = [each for each in core.process_wide.optimizers if each is optimizer or each.optimizer is optimizer]
         prepared = AcceleratedScheduler(
             scheduler,
             matching or core.prepared.optimizers,

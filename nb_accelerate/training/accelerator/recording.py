@@ -115,21 +115,21 @@ class RecordingMixin(CoreMixin):
             NotPreparedError: ``init_trackers`` was not called.
             ConfigError: no tracker of that name is open.
         """
-        found = next((tracker for tracker in self.trackers if tracker.name == name), None)
-        if found is None:
-            known = [tracker.name for tracker in self.trackers]
-            if not known:
+        tracker = next((tracker for tracker in self.trackers if tracker.name == name), None)
+        if tracker is None:
+            names = [tracker.name for tracker in self.trackers]
+            if not names:
                 raise NotPreparedError(
                     f"No tracker {name!r} is open: init_trackers was not called. Write "
                     f"Accelerator(log_with={name!r}), then accelerator.init_trackers('my project')."
                 )
             raise ConfigError(
-                f"No tracker {name!r} is open, only {', '.join(known)}.{suggest(name, known)} Write "
-                f"Accelerator(log_with={[*known, name]!r})."
+                f"No tracker {name!r} is open, only {', '.join(names)}.{suggest(name, names)} Write "
+                f"Accelerator(log_with={[*names, name]!r})."
             )
-        if found.main_process_only and found not in self._recording([found]):
+        if tracker.main_process_only and tracker not in self._recording([tracker]):
             return BlankTracker()
-        return found.tracker if unwrap else found  # type: ignore[attr-defined]
+        return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None

@@ -162,13 +162,13 @@ class CheckpointSchedule:
         seconds_per_step = (now - self._asked_at) / max(self._steps_since, 1)
         steps = min(max(int(_ASK_EVERY / max(seconds_per_step, 1e-9)), 1), _MOST_STEPS)
         steering = self._core.steering
-        own = (steps, self._time_is_over(), self._received is not None, self.is_due, steering.own)
-        told = self._core.collectives.all_gather_object(own)
+        mine = (steps, self._time_is_over(), self._received is not None, self.is_due, steering.own)
+        of_ranks = self._core.collectives.all_gather_object(mine)
         self._asked_at, self._steps_since = now, 0
-        self._steps_to_question = told[0][0]
-        self._decide(told[0][1], any(signalled for _, _, signalled, _, _ in told))
-        self.is_due |= any(due for *_, due, _ in told)  # a rank with fewer batches has counted fewer steps
-        steering.note(asked for *_, asked in told)
+        self._steps_to_question = of_ranks[0][0]
+        self._decide(of_ranks[0][1], any(signalled for _, _, signalled, _, _ in of_ranks))
+        self.is_due |= any(due for *_, due, _ in of_ranks)  # a rank with fewer batches has counted fewer steps
+        steering.note(asked for *_, asked in of_ranks)
 
     def _decide(self, time_is_over: bool, signalled: bool) -> None:
         self.is_due |= time_is_over or signalled
@@ -320,9 +320,9 @@ class ResumingMixin(CheckpointMixin):
     def _go_on(self, dataloader: DataLoaderShard) -> int:
         """Load the newest checkpoint, and have the loader begin where it was; return the epoch that is next."""
         core = self.core
-        there = run_on_all_ranks(core.collectives, lambda: checkpoints_in(self._numbered_folders()))
-        own = [number for number, _ in there if number >= core.registry.first_of_run]
-        if not any(core.collectives.all_gather_object(bool(own))):
+        checkpoints = run_on_all_ranks(core.collectives, lambda: checkpoints_in(self._numbered_folders()))
+        of_run = [number for number, _ in checkpoints if number >= core.registry.first_of_run]
+        if not any(core.collectives.all_gather_object(bool(of_run))):
             return self._begin_anew()
         self.load_state()
         manifest = core.registry.loaded
@@ -340,12 +340,12 @@ class ResumingMixin(CheckpointMixin):
     def _begin_anew(self) -> int:
         core = self.core
         parent = self._numbered_folders()
-        there = run_on_all_ranks(core.collectives, lambda: checkpoints_in(parent))
-        newest = max((number for number, _ in there), default=-1)
+        checkpoints = run_on_all_ranks(core.collectives, lambda: checkpoints_in(parent))
+        newest = max((number for number, _ in checkpoints), default=-1)
         project = core.recording.project
         project.iteration = run_on_all_ranks(core.collectives, lambda: next_number(parent, newest))
         first = core.registry.first_of_run = core.registry.first_of_run or project.iteration
-        earlier = [number for number, _ in there if number < first]
+        earlier = [number for number, _ in checkpoints if number < first]
         if earlier and core.process.topology.is_local_main:
             limit = "" if project.total_limit is None else "; total_limit counts its own only"
             note(

@@ -73,12 +73,12 @@ class Steering:
             return
         self.saves = False
         try:
-            said, failed = str(save()), False
+            answer, failed = str(save()), False
         except Exception as error:  # raised by `save_checkpoint` in the notebook
-            said, failed = str(error) or type(error).__name__, True
-        here().answer(said, failed=failed)
+            answer, failed = str(error) or type(error).__name__, True
+        here().answer(answer, failed=failed)
         if is_main:
-            note(f"not saved: {said}" if failed else f"saved {said}")
+            note(f"not saved: {answer}" if failed else f"saved {answer}")
 
     @contextmanager
     def loop(self, *, can_save: bool) -> Iterator[None]:

@@ -73,7 +73,7 @@ def whole_modules(model: nn.Module, devices: Mapping[str, torch.device], whole_c
         for module in _modules_around(name):
             used.setdefault(module, set()).add(device)
     classes = named_classes(getattr(model, "_no_split_modules", None))
-    found = {
+    names = {
         name
         for name, module in model.named_modules(remove_duplicate=False)
         if type(module).__name__ in (*classes, *whole_classes)
@@ -82,8 +82,8 @@ def whole_modules(model: nn.Module, devices: Mapping[str, torch.device], whole_c
         or parametrize.is_parametrized(module)
     }
     if not classes:
-        found |= _elements_of_largest_list(model)
-    return {name for name in found if len(used.get(name, ())) == 1}
+        names |= _elements_of_largest_list(model)
+    return {name for name in names if len(used.get(name, ())) == 1}
 
 
 def _elements_of_largest_list(model: nn.Module) -> set[str]:

@@ -118,11 +118,11 @@ def put_at_rest(tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
     """Give modules tensors as they are at rest. A parameter stays the same object, unless it was on ``meta``."""
     made: dict[int, nn.Parameter] = {}
     for owner, name, resting in tensors:
-        found = find(owner, name)
-        if isinstance(found, nn.Parameter) and found.is_meta:
-            new = made.setdefault(id(found), nn.Parameter(resting, requires_grad=found.requires_grad))
+        tensor = find(owner, name)
+        if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+            new = made.setdefault(id(tensor), nn.Parameter(resting, requires_grad=tensor.requires_grad))
             owner.register_parameter(name, new)
-        elif found is not resting:
+        elif tensor is not resting:
             put(owner, name, resting)
 
 
@@ -193,8 +193,8 @@ class Staged(Placement):
 
     def _at_rest(self) -> list[Resting]:
         """Return the tensors that the modules of the block hold now. A name that a module no longer has is left out."""
-        found = (self._staging.swaps.at_rest(*slot) for slot in self.slots)
-        return [each for each in found if each is not None]
+        resting = (self._staging.swaps.at_rest(*slot) for slot in self.slots)
+        return [each for each in resting if each is not None]
 
     @override
     def arrive(self) -> None:

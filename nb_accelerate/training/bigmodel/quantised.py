@@ -113,27 +113,27 @@ def is_within(name: str, modules: Iterable[str]) -> bool:
 
 def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, kept: Collection[str]) -> list[str]:
     """Put layers of bitsandbytes in place of linear layers, without weights: they are on ``meta``."""
-    found = [
+    names = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and not is_within(name, kept)
     ]
-    for name in found:
+    for name in names:
         model.set_submodule(name, _layer_like(model.get_submodule(name), config))
-    if not found:
+    if not names:
         logger.warning("%s has no linear layers that could be quantised.", type(model).__name__)
-    return found
+    return names
 
 
 def _layer_like(module: Any, config: BnbQuantizationConfig) -> nn.Module:
     from bitsandbytes import nn as layers
 
-    given = module.in_features, module.out_features, module.bias is not None
+    sizes = module.in_features, module.out_features, module.bias is not None
     if config.load_in_8bit:
         layer: nn.Module = layers.Linear8bitLt(
-            *given, has_fp16_weights=False, threshold=config.llm_int8_threshold, device="meta"
+            *sizes, has_fp16_weights=False, threshold=config.llm_int8_threshold, device="meta"
         )
     else:
         layer = layers.Linear4bit(
-            *given,
+            *sizes,
             compute_dtype=config.bnb_4bit_compute_dtype,
             compress_statistics=config.bnb_4bit_use_double_quant,
             quant_type=config.bnb_4bit_quant_type,

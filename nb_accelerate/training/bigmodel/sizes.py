@@ -133,10 +133,10 @@ def as_dtype(given: torch.dtype | str) -> torch.dtype:
     """Return a dtype, which may be given by its name, with or without ``torch.``."""
     if not isinstance(given, str):
         return given
-    found = getattr(torch, given.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, given.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype={given!r} is not a number format of torch. Write 'float16' or torch.float16, say.")
-    return found
+    return dtype
 
 
 def _counted(given: torch.dtype | CustomDtype | str) -> torch.dtype | CustomDtype:

@@ -67,12 +67,12 @@ class Swaps:
 
     def at_rest(self, owner: nn.Module, name: str) -> Resting | None:
         """Return the tensor that a module holds under a name at rest; None if it no longer has the name."""
-        found = find(owner, name)
-        if found is None:
+        tensor = find(owner, name)
+        if tensor is None:
             return None
         swap = self._swaps.get(_key(owner, name))
-        resting = swap.resting if swap is not None else _numbers(found)
-        return Resting((owner, name), resting, _mark(found if isinstance(found, nn.Parameter) else resting))
+        resting = swap.resting if swap is not None else _numbers(tensor)
+        return Resting((owner, name), resting, _mark(tensor if isinstance(tensor, nn.Parameter) else resting))
 
     def swap(self, owner: nn.Module, name: str, copy: Tensor) -> None:
         """Put a copy in a place, unless there is one."""
@@ -94,9 +94,9 @@ class Swaps:
         swap.num_users -= 1
         if swap.num_users:
             return
-        found = find(owner, name)
-        if found is not None and _mark(found) != swap.seen and found.shape == swap.resting.shape:
-            swap.resting.copy_(_numbers(found))
+        tensor = find(owner, name)
+        if tensor is not None and _mark(tensor) != swap.seen and tensor.shape == swap.resting.shape:
+            swap.resting.copy_(_numbers(tensor))
         put(owner, name, swap.resting)
         del self._swaps[key]
 
@@ -108,12 +108,12 @@ def _mark(tensor: Tensor | None) -> tuple[int, int]:
 
 
 def _key(owner: nn.Module, name: str) -> Hashable:
-    found = find(owner, name)
-    return id(found) if isinstance(found, nn.Parameter) else (owner, name)
+    tensor = find(owner, name)
+    return id(tensor) if isinstance(tensor, nn.Parameter) else (owner, name)
 
 
-def _numbers(found: Tensor) -> Tensor:
-    return found.data if isinstance(found, nn.Parameter) else found
+def _numbers(tensor: Tensor) -> Tensor:
+    return tensor.data if isinstance(tensor, nn.Parameter) else tensor
 
 
 def find(owner: nn.Module, name: str) -> Tensor | None:
@@ -124,9 +124,9 @@ def find(owner: nn.Module, name: str) -> Tensor | None:
 
 def put(owner: nn.Module, name: str, tensor: Tensor) -> None:
     """Give a parameter other numbers, or a module another buffer."""
-    found = find(owner, name)
-    if isinstance(found, nn.Parameter):
-        found.data = tensor
+    current = find(owner, name)
+    if isinstance(current, nn.Parameter):
+        current.data = tensor
     else:
         owner._buffers[name] = tensor  # noqa: SLF001
 

@@ -41,7 +41,7 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
 
     Links, and what is in the folders that they point to, do not belong to a checkpoint.
     """
-    found: dict[str, tuple[int, list[Future[int]]]] = {}
+    files: dict[str, tuple[int, list[Future[int]]]] = {}
     with ThreadPoolExecutor(_threads_for(1), "nb-checksums") as pool:
         for where, _, names in os.walk(folder):
             for path in (Path(where, name) for name in names):
@@ -49,13 +49,13 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
                     size = path.lstat().st_size
                     if stat.S_ISREG(path.lstat().st_mode):
                         blocks = [pool.submit(_crc32_of, path, start) for start in range(0, size, BLOCK)]
-                        found[path.relative_to(folder).as_posix()] = size, blocks
+                        files[path.relative_to(folder).as_posix()] = size, blocks
                         sync(path)
                 except OSError as error:
                     raise CheckpointError(f"{path} could not be written: {error}") from error
             sync(Path(where))
         return {
-            name: FileRecord(size, tuple(block.result() for block in blocks)) for name, (size, blocks) in found.items()
+            name: FileRecord(size, tuple(block.result() for block in blocks)) for name, (size, blocks) in files.items()
         }
 
 
@@ -83,19 +83,19 @@ class Verification:
 
     def result(self) -> list[str]:
         """Return a sentence for each file that is not as it was written, as far as this rank has compared them."""
-        found = set()
+        damage = set()
         for path, crc32, block in self._blocks:
             try:
                 if block.result() != crc32:
-                    found.add(f"{path} is not as it was saved: damaged or replaced, its checksum differs.")
+                    damage.add(f"{path} is not as it was saved: damaged or replaced, its checksum differs.")
             except OSError as error:
-                found.add(f"{path} cannot be read: {error}.")
-        return sorted(found)
+                damage.add(f"{path} cannot be read: {error}.")
+        return sorted(damage)
 
 
 def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
     """Return a sentence for each file that is missing, is a link, or has another size, without reading any."""
-    found = []
+    damage = []
     for name, was in files.items():
         path = folder / name
         try:
@@ -105,12 +105,12 @@ def obvious_damage(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
             with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
             if size != was.size:
-                found.append(f"{path} has {size} bytes, and had {was.size} when saved: cut off or replaced.")
+                damage.append(f"{path} has {size} bytes, and had {was.size} when saved: cut off or replaced.")
         except FileNotFoundError:
-            found.append(f"{path} is missing.")
+            damage.append(f"{path} is missing.")
         except OSError as error:
-            found.append(f"{path} cannot be read: {error}.")
-    return found
+            damage.append(f"{path} cannot be read: {error}.")
+    return damage
 
 
 def open_file(path: str | Path) -> Any:

@@ -258,10 +258,10 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
             continue
         # Views of something that is written as well would share its memory, which the format refuses.
         whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == storage[2]
-        own = whole and storage not in seen and not any(signs)
+        is_whole = whole and storage not in seen and not any(signs)
         seen |= {tied, storage}
         plain = tensor.detach().resolve_conj().resolve_neg()
-        kept[name] = tensor.detach() if own else plain.clone(memory_format=torch.contiguous_format)
+        kept[name] = tensor.detach() if is_whole else plain.clone(memory_format=torch.contiguous_format)
     return kept
 
 

@@ -101,12 +101,12 @@ def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module, now: Ma
     """Compare the saved shapes of weights with the model's, by name; the shape is None for what is no tensor."""
     now = model.state_dict() if now is None else now
     for name, shape in shapes.items():
-        there = now.get(name)
-        if shape is None or not isinstance(there, torch.Tensor) or torch.nn.parameter.is_lazy(there):
+        tensor = now.get(name)
+        if shape is None or not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
             continue
-        if tuple(shape) == tuple(there.shape):
+        if tuple(shape) == tuple(tensor.shape):
             continue
-        if there.dim() == 0 and tuple(shape) == (1,):
+        if tensor.dim() == 0 and tuple(shape) == (1,):
             continue  # old files have such numbers in a list
         owner = model.get_submodule(name.rpartition(".")[0])
         loads_itself = type(owner)._load_from_state_dict is not torch.nn.Module._load_from_state_dict  # noqa: SLF001
@@ -114,7 +114,7 @@ def check_shapes(file: str, shapes: Mapping[str, Any], model: nn.Module, now: Ma
             continue  # it may take other shapes: observers of quantisation do
         raise CheckpointError(
             f"{file} does not fit this {type(model).__name__}: {name} is of shape {tuple(shape)} in the "
-            f"checkpoint and {tuple(there.shape)} here. Make the model as it was when it was saved."
+            f"checkpoint and {tuple(tensor.shape)} here. Make the model as it was when it was saved."
         )
 
 

@@ -96,15 +96,15 @@ def checkpoints(directory: str | os.PathLike[str], *, read: bool = False) -> Che
     path = Path(directory).expanduser()
     if not path.is_dir():
         raise ConfigError(f"There is no folder {path} with checkpoints in it.")
-    found = []
+    infos = []
     for parent in (path.parent, path, path / "checkpoints"):
         entries = [path] if parent == path.parent else sorted(parent.iterdir()) if parent.is_dir() else []
         for folder in entries:
             is_ours = folder.is_dir() and not folder.name.startswith(".")
             if is_ours and (published(folder, "state") / MANIFEST_NAME).exists():
-                found.append(_info_of(folder, read=read))
+                infos.append(_info_of(folder, read=read))
     return Checkpoints(
-        sorted(found, key=lambda info: (0.0 if info.saved_at is None else info.saved_at.timestamp(), info.step or 0))
+        sorted(infos, key=lambda info: (0.0 if info.saved_at is None else info.saved_at.timestamp(), info.step or 0))
     )
 
 

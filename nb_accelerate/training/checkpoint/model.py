@@ -139,34 +139,34 @@ def load_checkpoint_in_model(
                 with_index(device)
         check_tied_parameters_on_same_device(tied, device_map)
     files = Checkpoint(weight_files(checkpoint))
-    found: set[str] = set()
+    names: set[str] = set()
     for file, content in files.contents.items():
         check_shapes(str(file), {name: getattr(like, "shape", None) for name, like in content.items()}, model, now)
-        found |= content.keys() - {scales_of(name) for name in content}
+        names |= content.keys() - {scales_of(name) for name in content}
     if strict:
-        _compare(found, model, str(checkpoint), strict=True)
+        _compare(names, model, str(checkpoint), strict=True)
     if device_map is None:
         for file in files.contents:  # one by one, for models that fill memory
             model.load_state_dict(load_state_dict(file), strict=False)
-        _compare(found, model, str(checkpoint), strict=strict)
+        _compare(names, model, str(checkpoint), strict=strict)
         return
-    _check_empty(found, model, now, str(checkpoint))
+    _check_empty(names, model, now, str(checkpoint))
     float32 = keep_in_fp32_modules or ()
     steps = plan(files, now, device_map, dtype, float32)
     check_folder(steps.values(), offload_folder)
     place(files, model, steps, offload_folder)
     convert_others(model, steps, dtype, float32)
     retie_parameters(model, tied)
-    _compare(found, model, str(checkpoint), strict=strict)  # once more: on `meta` it is not known which are tied
+    _compare(names, model, str(checkpoint), strict=strict)  # once more: on `meta` it is not known which are tied
 
 
-def _check_empty(found: AbstractSet[str], model: nn.Module, now: Mapping[str, Any], source: str) -> None:
+def _check_empty(names: AbstractSet[str], model: nn.Module, now: Mapping[str, Any], source: str) -> None:
     """Refuse a checkpoint without a weight that has no numbers yet. Of names that are tied, one is enough."""
-    filled = {id(now[name]) for name in found if name in now}
+    filled = {id(now[name]) for name in names if name in now}
     empty = [name for name, value in now.items() if getattr(value, "is_meta", False) and id(value) not in filled]
     if not empty:
         return
-    kind, unused = type(model).__name__, found - now.keys()
+    kind, unused = type(model).__name__, names - now.keys()
     message = (
         f"{source} has no {_some(empty)}, and this {kind} has no numbers for them either: they are on meta. Give all "
         "files of the checkpoint: their folder, or their index."
@@ -241,15 +241,15 @@ def fit(tensors: Mapping[str, Tensor], model: nn.Module, source: str, *, strict:
     return dict(tensors)
 
 
-def _compare(found: AbstractSet[str], model: nn.Module, source: str, *, strict: bool) -> None:
+def _compare(saved: AbstractSet[str], model: nn.Module, source: str, *, strict: bool) -> None:
     now = model.state_dict(keep_vars=True)  # of sharded weights, tied ones are known by their identity
-    here = {id_tensor_storage(now[name]) for name in found if name in now and isinstance(now[name], torch.Tensor)}
+    here = {id_tensor_storage(now[name]) for name in saved if name in now and isinstance(now[name], torch.Tensor)}
     missing = {
         name
-        for name in now.keys() - found
+        for name in now.keys() - saved
         if not isinstance(now[name], torch.Tensor) or id_tensor_storage(now[name]) not in here
     }
-    extra = set(found - now.keys())
+    extra = set(saved - now.keys())
     wrapped = getattr(model, "module", None)
     if isinstance(wrapped, torch.nn.Module) and all(name.startswith("module.") for name in now):
         # Users know their model and its names, and not those of DistributedDataParallel.

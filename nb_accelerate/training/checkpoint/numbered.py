@@ -30,12 +30,12 @@ _NUMBERED = re.compile(r"checkpoint_(\d{1,18})")
 
 def checkpoints_in(parent: Path) -> list[tuple[int, Path]]:
     """Return the numbers and paths of the folders ``checkpoint_<number>`` that hold something, by number."""
-    found = []
+    checkpoints = []
     for entry in parent.iterdir() if parent.is_dir() else ():
         match = _NUMBERED.fullmatch(entry.name)
         if match and not entry.is_symlink() and entry.is_dir() and any(entry.iterdir()):
-            found.append((int(match[1]), entry))
-    return sorted(found)
+            checkpoints.append((int(match[1]), entry))
+    return sorted(checkpoints)
 
 
 def next_number(parent: Path, above: int) -> int:

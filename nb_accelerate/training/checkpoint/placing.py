@@ -104,13 +104,13 @@ def plan(
         dtype: which weights are to have; by default the model's.
         float32: parts of names of weights that stay float32 where ``dtype`` is float16.
     """
-    known = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    state = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     # Of two parameters in one memory, a file has one only.
-    memory = Counter(id_tensor_storage(tensor) for tensor in {id(tensor): tensor for tensor in known.values()}.values())
+    memory = Counter(id_tensor_storage(tensor) for tensor in {id(tensor): tensor for tensor in state.values()}.values())
     steps = {}
     for content in checkpoint.contents.values():
-        for name in known.keys() & content.keys():
-            like, now, device = content[name], known[name], device_of(name, device_map)
+        for name in state.keys() & content.keys():
+            like, now, device = content[name], state[name], device_of(name, device_map)
             wanted = _dtype_of(name, like, now, dtype, float32)
             on_host = str(device) in ("cpu", "disk")
             if on_host and memory[id_tensor_storage(now)] > 1:

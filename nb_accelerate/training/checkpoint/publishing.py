@@ -148,14 +148,14 @@ def _refuse_planted(folder: Path) -> None:
     path = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow the links
     for part in (path, *path.parents[:-1]):
         with contextlib.suppress(OSError):  # it is not there yet
-            found, around = part.lstat(), part.parent.stat()
+            status, around = part.lstat(), part.parent.stat()
             is_open = around.st_mode & stat.S_ISVTX and around.st_mode & stat.S_IWOTH
-            if is_open and found.st_uid not in (os.geteuid(), around.st_uid):
-                what = "link" if stat.S_ISLNK(found.st_mode) else "folder"
+            if is_open and status.st_uid not in (os.geteuid(), around.st_uid):
+                what = "link" if stat.S_ISLNK(status.st_mode) else "folder"
                 if what == "link" or part == path:
                     raise CheckpointError(
                         f"Nothing is saved as {folder}: the {what} {part} belongs to another user (user id "
-                        f"{found.st_uid}), in a folder that everybody can write to. Give another name."
+                        f"{status.st_uid}), in a folder that everybody can write to. Give another name."
                     )
 
 
@@ -222,12 +222,12 @@ def sync_all(folder: Path) -> None:
 
 def _committed(folder: Path, kind: Kind) -> list[tuple[int, Path]]:
     """Return the numbers and paths of what was committed inside of a folder, by number."""
-    found = []
+    folders = []
     for entry in _entries(folder):
         match = _COMMITTED.fullmatch(entry.name)
         if match and match[1] == kind and entry.is_dir(follow_symlinks=False):
-            found.append((int(match[2]), Path(entry.path)))
-    return sorted(found)
+            folders.append((int(match[2]), Path(entry.path)))
+    return sorted(folders)
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

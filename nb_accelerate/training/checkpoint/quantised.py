@@ -183,10 +183,10 @@ class _Source:
         self._where = where
 
     def __getitem__(self, name: str) -> Tensor:
-        found = next((other for other in (name, *self._tied.get(name, ())) if other in self.weights), None)
-        if found is None:
+        saved = next((other for other in (name, *self._tied.get(name, ())) if other in self.weights), None)
+        if saved is None:
             raise CheckpointError(f"{self._where} has no weight {name}, which the model needs.")
-        return self.weights[found]
+        return self.weights[saved]
 
 
 def _fill(
@@ -235,5 +235,5 @@ def _fill_quantised(
         layer.weight = kind.from_prequantized(value, states, device=device, module=layer)
     elif scales is not None:
         # Not by way of `to`, with which older versions of bitsandbytes quantise once more.
-        numbers = value.to(device)
-        layer.weight = kind(numbers, requires_grad=False, CB=numbers, SCB=scales.to(device))
+        weight = value.to(device)
+        layer.weight = kind(weight, requires_grad=False, CB=weight, SCB=scales.to(device))

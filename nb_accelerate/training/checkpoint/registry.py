@@ -71,11 +71,11 @@ class HostCopies:
                 copying.add(leaf.device)
             return buffer
 
-        found: list[Any] = tree_map(copied, states)
+        copied_states: list[Any] = tree_map(copied, states)
         for device in copying:
             torch.accelerator.synchronize(device)
         del self._buffers[self._num_used :]
-        return found
+        return copied_states
 
     def _buffer_for(self, tensor: Tensor, pins: bool) -> Tensor:
         """Return the next buffer: the one of the last copy if it fits, else a new one."""

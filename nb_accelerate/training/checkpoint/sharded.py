@@ -106,10 +106,10 @@ class ShardedFolder:
             for name, value in planner.state_dict.items()
         }
 
-    def write(self, own: Path) -> list[WriteResult]:
+    def write(self, parent: Path) -> list[WriteResult]:
         """Write this rank's part, into its folder; return what `finish` needs to know of it."""
         assert self._plan is not None
-        folder = own / self.name
+        folder = parent / self.name
         folder.mkdir()
         # `record_files` syncs. No copying ahead: values are in host memory already if this is a thread,
         # where it would make a context on the first GPU of the machine on every rank.

@@ -142,14 +142,14 @@ def share(folder: Path, *, collectives: Collectives, this_rank: ThisRank, on_eac
             # Machines that do not see it: the first rank of each makes one there, for the ranks of its machine.
             is_blind = not sees[this_rank.rank]
             makes = is_blind and this_rank.local_rank == 0
-            found = gather_from_all_ranks(collectives, lambda: (this_rank.node_rank, begin(makes)))
+            nodes = gather_from_all_ranks(collectives, lambda: (this_rank.node_rank, begin(makes)))
             ranks = [
                 rank
-                for rank, (node, _) in enumerate(found)
+                for rank, (node, _) in enumerate(nodes)
                 if (not sees[rank] and node == this_rank.node_rank if is_blind else sees[rank])
             ]
             if is_blind:
-                path = found[ranks[0]][1]
+                path = nodes[ranks[0]][1]
     except BaseException:
         if staging is not None:
             staging.discard()

@@ -114,7 +114,7 @@ def collect(
         if (part.loader is not None or publishes) and part.folder not in names
     ]
     orders = [order and order.encoded() for order in (loader.order() for loader in loaders)]
-    numbers = rng.capture(this_rank.kind) | {"step": step, SAVED_BY: "nb_accelerate", "orders": orders}
+    rng_state = rng.capture(this_rank.kind) | {"step": step, SAVED_BY: "nb_accelerate", "orders": orders}
     positions = [loader.epoch_and_batch for loader in loaders]
     seeds = [getattr(loader.get_sampler(), "initial_seed", None) for loader in loaders]
     manifest = Manifest(
@@ -134,7 +134,7 @@ def collect(
     )
     return Content(
         weights=[state for state in weights if id(state) not in sharded] if publishes else [],
-        states=[*states, (RANDOM_NUMBERS.format(this_rank.rank), numbers)],
+        states=[*states, (RANDOM_NUMBERS.format(this_rank.rank), rng_state)],
         folders=[folder for folder in folders if folder.content != "model" or id(folder.state) in left],
         manifest=manifest,
         safe_serialization=safe_serialization,
@@ -167,14 +167,14 @@ class Written:
 
 
 def write_content(content: Content, shared: SharedStaging) -> Written:
-    own, safe = shared.own, content.safe_serialization
+    destination, safe = shared.own, content.safe_serialization
     for number, state in enumerate(content.weights):
         name = name_of(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
-        write(state, own / name, safe_serialization=safe, has_checksums=True)
+        write(state, destination / name, safe_serialization=safe, has_checksums=True)
     for name, state in content.states:
-        write(state, own / name, safe_serialization=False, has_checksums=True)
-    parts = [folder.write(own) for folder in content.folders]
-    return Written(rank=shared.rank, files=record_files(own), parts=parts)
+        write(state, destination / name, safe_serialization=False, has_checksums=True)
+    parts = [folder.write(destination) for folder in content.folders]
+    return Written(rank=shared.rank, files=record_files(destination), parts=parts)
 
 
 def publish(
@@ -184,12 +184,12 @@ def publish(
     staging = shared.staging
     if staging is None:
         return
-    own = [of_rank for of_rank in written if of_rank.rank in shared.ranks]
+    ours = [of_rank for of_rank in written if of_rank.rank in shared.ranks]
     files: dict[str, FileRecord] = {}
-    for of_rank in reversed(own):  # as `join` decides which file counts
+    for of_rank in reversed(ours):  # as `join` decides which file counts
         files |= of_rank.files
     for number, folder in enumerate(content.folders):
-        files |= folder.finish(shared.path, [of_rank.parts[number] for of_rank in own])
+        files |= folder.finish(shared.path, [of_rank.parts[number] for of_rank in ours])
     staging.join(content.manifest.num_processes)
     replace(content.manifest, files=dict(sorted(files.items()))).write(shared.path)
     staging.publish()

@@ -268,8 +268,8 @@ class Converted(contextlib.AbstractContextManager["Converted"]):
             print(f"--convert: in {name} (line {line}) {rules}", file=sys.stderr)  # noqa: T201 - of the cell
         who = f"each of the {self._collectives.world_size} ranks"
         for name, line, why in dict.fromkeys(self.models.unshared.values()):
-            said = f"{who} computes all of {name} (line {line}), so they are no faster than one: {why}"
-            print(f"--convert: {said}", file=sys.stderr)  # noqa: T201 - of the cell
+            message = f"{who} computes all of {name} (line {line}), so they are no faster than one: {why}"
+            print(f"--convert: {message}", file=sys.stderr)  # noqa: T201 - of the cell
 
     def _patch(self, functions: dict[tuple[Any, str], Any]) -> None:
         for (owner, name), function in functions.items():

@@ -127,10 +127,10 @@ class SharedModels:
             *kwargs,
             *(value for value in (*args, *kwargs.values()) if isinstance(value, (bool, str, type(None)))),
         )
-        known = self.called.setdefault(model, {})
-        if key not in known:
-            known[key] = _Calls()
-        calls = known[key]
+        calls_of_model = self.called.setdefault(model, {})
+        if key not in calls_of_model:
+            calls_of_model[key] = _Calls()
+        calls = calls_of_model[key]
         calls.number += 1
         # What could not be decided is tried again at calls 2, 4, 8 ...
         if not calls.trial.is_decided and calls.number & (calls.number - 1) == 0:
@@ -160,9 +160,9 @@ class SharedModels:
         line = line_here()
         if line not in self._lines_of_backward:
             self._lines_of_backward.add(line)
-            known = {id(weight) for model in self.called for weight in model.parameters()}
+            weights = {id(weight) for model in self.called for weight in model.parameters()}
             leaves = _leaves_of(losses)
-            if leaves and not leaves & known:
+            if leaves and not leaves & weights:
                 self.unshared[-line] = "the loss", line, "no parameter of an nn.Module that was called is in it"
         models = self.cut
         parameters = {id(weight): weight for model in models for weight in model.parameters() if weight.requires_grad}
@@ -170,9 +170,9 @@ class SharedModels:
         plain()
         for model in models:
             # One that is in two models is averaged with the first.
-            own = [parameters.pop(id(weight)) for weight in model.parameters() if id(weight) in parameters]
-            if any(_version(weight.grad) != before[id(weight)] for weight in own):
-                average(self._collectives, own)
+            of_model = [parameters.pop(id(weight)) for weight in model.parameters() if id(weight) in parameters]
+            if any(_version(weight.grad) != before[id(weight)] for weight in of_model):
+                average(self._collectives, of_model)
 
     def refuse_parameters(self, inputs: Any) -> None:
         """Refuse `torch.autograd.grad` of parameters, which does not average; gradients of inputs are whole."""
@@ -199,14 +199,14 @@ def _choices(module: nn.Module) -> list[bool | str | None]:
 def _leaves_of(losses: Sequence[Tensor]) -> set[int]:
     """Return the ids of tensors that get a gradient by backward."""
     pending: list[Any] = [loss.grad_fn for loss in losses]
-    seen, found = set[Any](), set[int]()
+    seen, leaves = set[Any](), set[int]()
     while pending:
         node = pending.pop()
         if node is not None and node not in seen:
             seen.add(node)
             pending += [following for following, _ in node.next_functions]
-            found |= {id(node.variable)} if hasattr(node, "variable") else set()
-    return found
+            leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
+    return leaves
 
 
 def refuse_wrapper(model: nn.Module, *_: object, **__: object) -> NoReturn:

@@ -78,21 +78,21 @@ def find_cut(model: nn.Module, arguments: Any, ranks: int, kind: DeviceKind, var
         left = [tensor for tensor, dim in zip(inputs, dims, strict=True) if dim is None and tensor.dim()]
         # Numbers of rows (of a graph's nodes, say) would point outside of a part, which ends the runtime of a GPU.
         if not all(tensor.is_floating_point() for tensor in left):
-            found = Trial(None, _ROWS_DEPEND)
+            attempt = Trial(None, _ROWS_DEPEND)
         else:
             states = rng.capture(kind, all_devices=False)
             try:
                 with _kept(variables) as changed:
-                    found = _try(model, arguments, dims, min(rows, _ROWS), states, kind)
+                    attempt = _try(model, arguments, dims, min(rows, _ROWS), states, kind)
             except Exception as error:  # users' code may raise anything for fewer rows
-                found = Trial(None, f"fewer of its rows give an error ({type(error).__name__})")
+                attempt = Trial(None, f"fewer of its rows give an error ({type(error).__name__})")
             finally:
                 rng.restore(states, kind)
             if changed:
-                found = Trial(None, f"a call changes {changed[0]}, which would be of a part of the rows")
-        if found.cut is not None or not found.is_decided:
-            return found
-        trial = found if rows == sizes[0] else trial  # the second dimension is rarely one of rows
+                attempt = Trial(None, f"a call changes {changed[0]}, which would be of a part of the rows")
+        if attempt.cut is not None or not attempt.is_decided:
+            return attempt
+        trial = attempt if rows == sizes[0] else trial  # the second dimension is rarely one of rows
     return trial
 
 
@@ -199,16 +199,16 @@ def _try(
                 return Trial(None, f"a call leaves {name} in it, which would be of a part of the rows")
     each = list(zip(*(run.results for run in runs), strict=True))
     joins = [_join(result, of_parts, weights) for result, *of_parts in each]
-    found = tuple(join for join in joins if join is not None)
-    if len(found) < len(joins) or not found:
+    usable = tuple(join for join in joins if join is not None)
+    if len(usable) < len(joins) or not usable:
         return Trial(None, _ROWS_DEPEND)
     # A sum, a mean and what is always the same are all 0; and what is 0 does not show which rows it depends on.
     zeros = [not bool(part.count_nonzero()) for results in each for part in results if part.numel()]
     if any(zeros):
         return Trial(None, "what it returns is 0 so far, which does not show how parts are joined", is_decided=False)
-    if torch.is_grad_enabled() and not _same_gradients(runs, found, weights, dims):
+    if torch.is_grad_enabled() and not _same_gradients(runs, usable, weights, dims):
         return Trial(None, "gradients of parts of its rows are not those of all of them")
-    return Trial(Cut(tuple(dims), found), draws=whole.draws)
+    return Trial(Cut(tuple(dims), usable), draws=whole.draws)
 
 
 def _same_gradients(
@@ -240,8 +240,8 @@ def _same_gradients(
     ways = [None] * len(whole.parameters) + of_inputs
     each = list(zip(*(run.gradients for run in runs), strict=True))
     largest = max((g.abs().max().item() for g, *_ in each if g is not None and g.numel()), default=0.0)
-    for (wanted, *given), dim in zip(each, ways, strict=True):
-        present = [gradient for gradient in given if gradient is not None]
+    for (wanted, *gradients), dim in zip(each, ways, strict=True):
+        present = [gradient for gradient in gradients if gradient is not None]
         if wanted is None or not present:
             if wanted is not None or present:
                 return False
@@ -272,26 +272,26 @@ def _tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, 4e-3)
 
 
-def _close(found: Any, wanted: Tensor, least: float = 0.0, *, of_others: float = 0.0) -> bool:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+def _close(actual: Any, wanted: Tensor, least: float = 0.0, *, of_others: float = 0.0) -> bool:
+    if actual.shape != wanted.shape or actual.dtype != wanted.dtype:
         return False
     if not wanted.is_floating_point() or not wanted.numel():
-        return torch.equal(found, wanted)
+        return torch.equal(actual, wanted)
     largest = max(torch.nan_to_num(wanted).abs().max().item(), of_others)
     atol = max(_tolerance(wanted.dtype), least) * largest
-    return torch.allclose(found, wanted, rtol=0.0, atol=atol, equal_nan=True)
+    return torch.allclose(actual, wanted, rtol=0.0, atol=atol, equal_nan=True)
 
 
-def _alike(found: Any, wanted: Any) -> bool:
-    if type(found) is not type(wanted):
+def _alike(actual: Any, wanted: Any) -> bool:
+    if type(actual) is not type(wanted):
         return False
     if isinstance(wanted, Tensor):
-        return _close(found.detach(), wanted.detach())
+        return _close(actual.detach(), wanted.detach())
     if isinstance(wanted, np.ndarray):
-        return bool(np.array_equal(found, wanted))
+        return bool(np.array_equal(actual, wanted))
     if isinstance(wanted, float):
-        return math.isclose(found, wanted, rel_tol=1e-3) or (math.isnan(found) and math.isnan(wanted))
-    return not isinstance(wanted, _PLAIN) or found == wanted
+        return math.isclose(actual, wanted, rel_tol=1e-3) or (math.isnan(actual) and math.isnan(wanted))
+    return not isinstance(wanted, _PLAIN) or actual == wanted
 
 
 def _leaves(data: Any) -> Iterator[Any]:
@@ -305,30 +305,30 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 def _state(model: nn.Module) -> dict[str, Any]:
     """Return what a model holds, in objects and containers too, by its path."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     pending: list[tuple[str, Any]] = [("", model)]
     seen = set[int]()
     while pending:
         path, value = pending.pop()
         is_called = callable(value) and not isinstance(value, nn.Module)
         if is_called or isinstance(value, (Tensor, np.ndarray, *_PLAIN)):
-            found[path] = value
+            values[path] = value
             continue
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            own = {name: part for name, part in vars(value).items() if name not in _OF_TORCH}
-            items = {**own.pop("_parameters"), **own.pop("_buffers"), **own.pop("_modules"), **own}
+            inside = {name: part for name, part in vars(value).items() if name not in _OF_TORCH}
+            items = {**inside.pop("_parameters"), **inside.pop("_buffers"), **inside.pop("_modules"), **inside}
         elif isinstance(value, Mapping):
             items = {str(key): part for key, part in value.items()}
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
             items = {str(number): part for number, part in enumerate(value)}
-            found[f"{path} (how many)"] = len(items)
+            values[f"{path} (how many)"] = len(items)
         else:
             items = getattr(value, "__dict__", {})
         pending += [(f"{path}.{name}" if path else name, part) for name, part in items.items()]
-    return found
+    return values
 
 
 class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -341,16 +341,16 @@ class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - there is no public way
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        chance = next((name for name in ("dropout_p", "dropout", "p") if name in given), "p")
+        arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        chance = next((name for name in ("dropout_p", "dropout", "p") if name in arguments), "p")
         if "bernoulli" not in func.name():
-            self.draws = self.draws or given.get(chance) != 0.0  # attention without dropout, say
-            if chance in given:
-                return func(**{**given, chance: 0.0})
+            self.draws = self.draws or arguments.get(chance) != 0.0  # attention without dropout, say
+            if chance in arguments:
+                return func(**{**arguments, chance: 0.0})
         result = func(*args, **(kwargs or {}))
         if "bernoulli" in func.name():
             self.draws = True
-            p = given.get("p", given["self"] if func.name().endswith("bernoulli") else None)
+            p = arguments.get("p", arguments["self"] if func.name().endswith("bernoulli") else None)
             return result.copy_(p) if isinstance(p, Tensor) else result.fill_(0.5 if p is None else p)
         for tensor in tensors_in(result):
             tensor.fill_(0.5) if tensor.is_floating_point() else tensor.zero_()

@@ -179,10 +179,11 @@ class ReaderArguments:
             return wanted if wanted is not None else _copied(outer)
         if type(outer) is not BatchSampler:
             return outer  # its sampler may be bound up with it in ways we do not know
-        own = wanted if wanted is not None else _copied(inner)
-        made: Any = BatchSampler(own, outer.batch_size, outer.drop_last)
-        if hasattr(own, "set_epoch"):
-            made.set_epoch = own.set_epoch  # code that was written for a DistributedSampler asks for it in many places
+        sampler = wanted if wanted is not None else _copied(inner)
+        made: Any = BatchSampler(sampler, outer.batch_size, outer.drop_last)
+        if hasattr(sampler, "set_epoch"):
+            # Code that was written for a DistributedSampler asks for it in many places.
+            made.set_epoch = sampler.set_epoch
         return made
 
     def _seedable(self, sampler: Any) -> SeedableRandomSampler | None:

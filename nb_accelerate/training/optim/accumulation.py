@@ -86,17 +86,17 @@ class AccumulationState:
 
 def has_accelerator() -> bool:
     """Return whether this process has an `Accelerator`."""
-    known = context.current()
-    return known is not None and known.newest is not None
+    process = context.current()
+    return process is not None and process.newest is not None
 
 
 def newest_accumulation(asked_by: str) -> AccumulationState:
     """Return the state of the newest `Accelerator` of this process, for wrappers that users make by hand."""
-    known = context.current()
-    if known is None or known.newest is None:
+    process = context.current()
+    if process is None or process.newest is None:
         raise NotPreparedError(
             f"{asked_by} was made before any Accelerator, so it cannot know when an accumulation window closes. Write "
             "accelerator = Accelerator() first; accelerator.prepare makes it for you."
         )
-    state: AccumulationState = known.newest.accumulation
+    state: AccumulationState = process.newest.accumulation
     return state

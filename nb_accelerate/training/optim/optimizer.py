@@ -214,8 +214,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The OptimizerTraining belongs to this process and is not pickled.
-        given = self.scaler if self.is_lent_scaler else None
-        return _rebuild, (type(self), self.optimizer, self.device_placement, given)
+        scaler = self.scaler if self.is_lent_scaler else None
+        return _rebuild, (type(self), self.optimizer, self.device_placement, scaler)
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"

@@ -77,8 +77,8 @@ class ScaledStep(OptimizerStep):
         self.unscale()
         # The sum that GradScaler.step looks at, read here because step does not say what it decided. Optimizers that
         # decide on the device (fused Adam) do not show it otherwise.
-        found = self._scaler._found_inf_per_device(self.optimizer)  # noqa: SLF001
-        self.skipped = any(bool(value.item()) for value in found.values())
+        infinite = self._scaler._found_inf_per_device(self.optimizer)  # noqa: SLF001
+        self.skipped = any(bool(value.item()) for value in infinite.values())
         result = self._scaler.step(self.optimizer)
         self.discard()
         return result
@@ -232,16 +232,16 @@ class LossScaler(torch.amp.GradScaler):
                     mesh = getattr(parameter.grad, "device_mesh", None)
                     key = mesh, parameter.grad.device, id(parameter) in done
                     alike.setdefault(key, []).append(parameter)
-        found: dict[torch.device, Tensor] = {}
+        infinite: dict[torch.device, Tensor] = {}
         for (mesh, device, is_done), parameters in alike.items():
-            own = parameters
+            local = parameters
             if mesh is not None:
-                own = []
+                local = []
                 for parameter in parameters:
                     shard: Any = parameter.grad.to_local()  # type: ignore[union-attr]  # of a DTensor
-                    own.append(shard.detach())
-                    own[-1].grad = shard
-            part: Any = SimpleNamespace(param_groups=[{"params": own}])  # all that torch reads
+                    local.append(shard.detach())
+                    local[-1].grad = shard
+            part: Any = SimpleNamespace(param_groups=[{"params": local}])  # all that torch reads
             # On the device of the gradients, and waited for: torch's own copies would be read before they are there.
             inverse, none = inv_scale.to(device), torch.zeros_like(found_inf, device=device)
             parts = super()._unscale_grads_(part, torch.ones_like(inverse) if is_done else inverse, none, allow_fp16)
@@ -252,8 +252,8 @@ class LossScaler(torch.amp.GradScaler):
                     for dimension in range(mesh.ndim):
                         dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
                     value = value.to(here.device)
-                found[device] = torch.maximum(found[device], value) if device in found else value
-        return found
+                infinite[device] = torch.maximum(infinite[device], value) if device in infinite else value
+        return infinite
 
 
 class FP16Precision(AutocastPrecision):

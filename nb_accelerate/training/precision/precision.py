@@ -120,10 +120,10 @@ class AutocastForward(Float32Forward):
 def restore_forward(model: nn.Module, kind: type[Float32Forward] = Float32Forward) -> nn.Module:
     """Undo what ``prepare`` did to ``model.forward``, in any precision or with one kind of forward only."""
     while isinstance(vars(model).get("forward"), kind):
-        own = vars(model)["forward"].__wrapped__
+        forward = vars(model)["forward"].__wrapped__
         del model.forward
-        if model.forward != own:  # the instance had a forward of its own before
-            model.forward = own
+        if model.forward != forward:  # the instance had a forward of its own before
+            model.forward = forward
     return model
 
 

@@ -125,8 +125,8 @@ def current() -> ProcessContext | None:
 
 def topology_here() -> Topology:
     """Return the numbers of this process without connecting it: before that, as its launcher's variables say."""
-    known = current()
-    return known.topology if known else read_topology(Environment().variables)
+    process = current()
+    return process.topology if process else read_topology(Environment().variables)
 
 
 def install(context: ProcessContext) -> ProcessContext:

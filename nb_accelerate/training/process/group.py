@@ -129,14 +129,14 @@ def abort() -> None:
     # All in one, newest first, as torch's own _abort_process_group does, or one abort would wait for another. That one
     # also forgets the groups, and nobody could tell any more which models belong to them.
     whole: Any = dist.group.WORLD
-    own = whole._get_backend(torch.device(kind.name))  # noqa: SLF001 - as `_abort_process_group` does
-    own._group_start()  # noqa: SLF001 - as `_abort_process_group` does
+    backend = whole._get_backend(torch.device(kind.name))  # noqa: SLF001 - as `_abort_process_group` does
+    backend._group_start()  # noqa: SLF001 - as `_abort_process_group` does
     try:
         for group in sorted(names, key=names.get, reverse=True):
             with contextlib.suppress(RuntimeError):  # it is being torn down already
                 group.abort()
     finally:
-        own._group_end()  # noqa: SLF001 - as `_abort_process_group` does
+        backend._group_end()  # noqa: SLF001 - as `_abort_process_group` does
 
 
 def close() -> None:
@@ -167,8 +167,8 @@ def close() -> None:
 def _clear() -> None:
     module: Any = dist.distributed_c10d
     world = module._world  # noqa: SLF001 - torch forgets them nowhere
-    for known in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(world, known).clear()
+    for table in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(world, table).clear()
     module._unregister_all_process_groups()  # noqa: SLF001 - torch forgets them nowhere
     world.group_count = 0
 
@@ -187,8 +187,8 @@ def forget() -> None:
 
 def close_owned() -> None:
     """Destroy the process group if we made it; leave one that was adopted as it is."""
-    known = context.current()
-    if known is not None and known.owns_group:
+    process = context.current()
+    if process is not None and process.owns_group:
         close()
     else:
         context.leave()

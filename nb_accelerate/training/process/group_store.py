@@ -247,14 +247,14 @@ class _PollingStore(Store):
 def _parse(url: str) -> tuple[tuple[str | None, int | None], int, int] | None:
     """Return the address, the rank and the number of ranks in a URL, or None if one of them is missing."""
     parts = urlparse(url)
-    given = dict(parse_qsl(parts.query))
+    query = dict(parse_qsl(parts.query))
     variables: Mapping[str, str] = os.environ if parts.scheme == "env" else {}
     try:
         host, port = parts.hostname, parts.port
         if variables:
             host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-        rank = given["rank"] if "rank" in given else variables["RANK"]
-        world_size = given["world_size"] if "world_size" in given else variables["WORLD_SIZE"]
+        rank = query["rank"] if "rank" in query else variables["RANK"]
+        world_size = query["world_size"] if "world_size" in query else variables["WORLD_SIZE"]
         return (host, port), int(rank), int(world_size)
     except (KeyError, ValueError):
         return None  # which torch explains

@@ -112,8 +112,8 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
                     stack.enter_context(listener)
                 group = original(part, rank, size, options)
                 strangers = _strangers(listeners, before)
-            found = _said_by_all(part, "are strangers", strangers, rank, size)
-            if found <= {_UNKNOWN}:
+            stranger_ranks = _said_by_all(part, "are strangers", strangers, rank, size)
+            if stranger_ranks <= {_UNKNOWN}:
                 group.barrier(barrier_options).wait()  # fails if somebody else has the place of a rank
                 # All ranks are there.
                 strangers = set()
@@ -124,14 +124,14 @@ def _connect(original: Any, store: Any, rank: int, size: int, timeout: timedelta
             if group is None:
                 _said_by_all(part, "are strangers", {_UNCONNECTED}, rank, size)
             group, strangers = None, {_UNKNOWN}  # closes its connections: no other rank waits in the barrier
-        found = _said_by_all(part, "were strangers", strangers, rank, size)
-        if not found:
+        stranger_ranks = _said_by_all(part, "were strangers", strangers, rank, size)
+        if not stranger_ranks:
             return group
         # Rank 0 says for all whether there is another attempt: they have not the same time.
         if rank == 0:
             part.set("is over", "yes" if time.monotonic() - began >= limit else "")
         if part.get("is over"):
-            who = ", ".join(map(str, sorted(found - {_UNKNOWN, _UNCONNECTED}))) or "not known"
+            who = ", ".join(map(str, sorted(stranger_ranks - {_UNKNOWN, _UNCONNECTED}))) or "not known"
             raise dist.DistBackendError(
                 f"The ranks cannot be connected: processes of another user of this machine (user id: {who}) connect to "
                 "each of their ports and take themselves for a rank. Ask the administrator of the machine to end them."
@@ -192,13 +192,13 @@ def _strangers(listeners: Sequence[socket.socket], before: Collection[str]) -> s
     accepted = []
     for opened in _sockets(before):
         with opened, contextlib.suppress(OSError):  # it listens, or its other end has gone
-            here, there = opened.getsockname()[:2], opened.getpeername()[:2]
+            here, peer = opened.getsockname()[:2], opened.getpeername()[:2]
             if here in ports:
-                accepted.append((opened.family, here, there))
+                accepted.append((opened.family, here, peer))
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
             kernel.settimeout(1.0)
-            uids = {_uid_of(kernel, family, there, here) for family, here, there in accepted}
+            uids = {_uid_of(kernel, family, peer, here) for family, here, peer in accepted}
     except OSError:
         uids = {_UNKNOWN}
     return uids - {os.geteuid()}

@@ -39,19 +39,19 @@ def setup_process(
     """
     environment = environment or Environment()
     # This process is set up already; an engine may want a group that it has not needed so far.
-    known = context.current()
-    if known is not None and needs_group and known.group is None:
-        group.create_alone(known.kind, known.device)
-        return context.install(replace(known, group=context.default_group(), owns_group=True))
-    if known is not None:
-        if cpu and not known.kind.is_host:
+    process = context.current()
+    if process is not None and needs_group and process.group is None:
+        group.create_alone(process.kind, process.device)
+        return context.install(replace(process, group=context.default_group(), owns_group=True))
+    if process is not None:
+        if cpu and not process.kind.is_host:
             raise ConfigError(
-                f"cpu=True was given, but this process already trains on {known.device}, chosen when its first "
+                f"cpu=True was given, but this process already trains on {process.device}, chosen when its first "
                 "Accelerator was made. Write cpu=True in the first one."
             )
-        if options is not None and known.group is not None and options != known.options:
+        if options is not None and process.group is not None and options != process.options:
             logger.warning("InitProcessGroupKwargs have no effect: this process already has a process group.")
-        return known
+        return process
     # Who it is and its device: as the environment says, or as the group that others have made.
     use_cpu = bool(environment.use_cpu) if cpu is None else cpu
     options = options or InitProcessGroupKwargs()

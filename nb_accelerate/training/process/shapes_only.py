@@ -70,9 +70,9 @@ def _effect(func: Any) -> str:
 
 def _written(schema: Any, args: Any, kwargs: Any) -> Any:
     """Return the arguments that an operation would have written to, as it does."""
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     returned = [
-        given[next(each.name for each in schema.arguments if _same(each.alias_info, one.alias_info))]
+        arguments[next(each.name for each in schema.arguments if _same(each.alias_info, one.alias_info))]
         for one in schema.returns
     ]
     return returned[0] if len(returned) == 1 else tuple(returned) or None

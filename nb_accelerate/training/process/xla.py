@@ -132,5 +132,5 @@ def _why_not_started(error: Exception) -> str:
             "If another process holds the TPU (a second notebook, or this one's kernel), end it: only one can. If not, "
             f"install the libtpu that fits: {install}"
         )
-    said = str(error).strip().partition("\n")[0]
-    return f"The XLA runtime could not be started ({said}). This is torch_xla {version} with {library}. {advice}."
+    message = str(error).strip().partition("\n")[0]
+    return f"The XLA runtime could not be started ({message}). This is torch_xla {version} with {library}. {advice}."

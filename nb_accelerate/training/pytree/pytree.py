@@ -95,14 +95,14 @@ def tensors_in(data: Any, *, strict: bool = False) -> list[Tensor]:
     """Return the tensors of ``data`` in the order in which `map_tensors` visits them."""
     if type(data) is Tensor:
         return [data]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(note, data, strict=strict)
-    return found
+    return tensors
 
 
 def paths_of_tensors(data: Any, path: str = "") -> list[str]:

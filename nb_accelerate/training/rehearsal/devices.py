@@ -75,8 +75,8 @@ class OnCpu(FusedAttention):
         if before is None or not any(isinstance(each, (str, torch.device)) for each in (*args, kwargs.get("device"))):
             return tensor.to(*args, **kwargs)
         copy = kwargs.pop("copy", False)
-        given = [each for each in args if not isinstance(each, bool)]
-        device, dtype, *_ = torch._C._nn._parse_to(*given, **kwargs)  # noqa: SLF001 - as torch reads these arguments
+        destination = [each for each in args if not isinstance(each, bool)]
+        device, dtype, *_ = torch._C._nn._parse_to(*destination, **kwargs)  # noqa: SLF001 - as torch reads these arguments
         after = self._own if device == _CPU else device.index
         others = {"dtype": tensor.dtype if dtype is None else dtype, "copy": copy}
         if after == before:  # which torch, that knows one CPU, would copy

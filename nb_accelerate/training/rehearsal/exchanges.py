@@ -121,11 +121,11 @@ class Collective:
     def tensors(self, *names: str) -> list[Any]:
         """Return the tensors of the first of these arguments that has any."""
         for name in names:
-            found = self.arguments.get(name)
-            while isinstance(found, list) and found and isinstance(found[0], list):
-                found = found[0]
-            if isinstance(found, Tensor) or (isinstance(found, list) and found):
-                return [found] if isinstance(found, Tensor) else found
+            argument = self.arguments.get(name)
+            while isinstance(argument, list) and argument and isinstance(argument[0], list):
+                argument = argument[0]
+            if isinstance(argument, Tensor) or (isinstance(argument, list) and argument):
+                return [argument] if isinstance(argument, Tensor) else argument
         return []
 
     @property
@@ -211,15 +211,15 @@ class WatchedCall:
             self._recorder.tell(f"the shards of {self._name}")
         if torch.is_grad_enabled():
             self._exchanges = exchanges
-        given = tensors_in((args, kwargs))
-        self._recorder.see_inputs(given)
-        shapes = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in given]
+        tensors = tensors_in((args, kwargs))
+        self._recorder.see_inputs(tensors)
+        shapes = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
         key = (*shapes, *sorted(kwargs), torch.is_grad_enabled(), model.training)
         if self._recorder.is_fast and key in self._known:
             if exchanges and not self._is_sharded:
                 wrapped.note_prepared()
             with self._recorder.phase("the forward"):
-                return self._remembered(*self._known[key], [tensor for tensor in given if tensor.requires_grad])
+                return self._remembered(*self._known[key], [tensor for tensor in tensors if tensor.requires_grad])
         with self._recorder.phase("the forward"):
             outputs = wrapped._call_impl(*args, **kwargs)  # noqa: SLF001 - what torch calls otherwise
         made = tensors_in(outputs)

@@ -74,14 +74,14 @@ class Mark(NamedTuple):
 def points(live: LiveBytes, marks: Sequence[Mark], device: int) -> tuple[list[Memory], list[Mark]]:
     """Return the memory of a device over time, the greatest of each of a few hundred intervals, and the marks there."""
     per_point = 1 + len(live.changes) // _POINTS
-    found: list[Memory] = []
+    memories: list[Memory] = []
     for number, held in enumerate(live.history(device)):
         total = sum(held.values())
-        if number // per_point == len(found):
-            found.append(_memory(held))
-        elif total > sum(found[-1]):
-            found[-1] = _memory(held)
-    return found, [mark._replace(at=mark.at // per_point) for mark in marks]
+        if number // per_point == len(memories):
+            memories.append(_memory(held))
+        elif total > sum(memories[-1]):
+            memories[-1] = _memory(held)
+    return memories, [mark._replace(at=mark.at // per_point) for mark in marks]
 
 
 def _memory(held: dict[str, int]) -> Memory:

@@ -105,8 +105,8 @@ def _rehearse_rank(
     trace, began = Trace(topology.rank), time.monotonic()
     writes_tape = topology.is_main and divisor == 1
     tape = Tape(folder, writes=writes_tape) if 0 in ranks else None
-    own = f"{topology.rank}" if divisor == 1 else f"{topology.rank} of fewer rows, {divisor}"
-    recorder = Recorder(trace, ranks, tape, Files(folder, own, trace.files), topology.local_rank, divisor)
+    folder_name = f"{topology.rank}" if divisor == 1 else f"{topology.rank} of fewer rows, {divisor}"
+    recorder = Recorder(trace, ranks, tape, Files(folder, folder_name, trace.files), topology.local_rank, divisor)
     # Libraries send nothing anywhere, and draw no bars.
     os.environ.update(topology.as_variables() | {"WANDB_MODE": "disabled", "TQDM_DISABLE": "1"})
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # modes of torch are of this thread
@@ -117,7 +117,7 @@ def _rehearse_rank(
     # Numbers that were not computed are not shown. Notes of this package go to `sys.__stdout__`, logs have streams.
     for name in ("stdout", "__stdout__"):
         setattr(sys, name, io.StringIO())
-    sys.stderr = said = io.StringIO()
+    sys.stderr = stderr = io.StringIO()
     logging.disable()
     warnings.simplefilter("ignore")
     recorder.files.use()
@@ -152,7 +152,7 @@ def _rehearse_rank(
         if not trace.ended:
             text = recorder.files.as_named(str(error).strip().split("\n")[0])
             if isinstance(error, SystemExit):  # of argparse, say, which prints why
-                text = said.getvalue().strip().split("\n")[-1] or text
+                text = stderr.getvalue().strip().split("\n")[-1] or text
             trace.failure = f"{type(error).__name__}: {text}" if text else type(error).__name__
             frames = user_frames(error.__traceback__)
             trace.failed_at = (frames[-1].filename, frames[-1].lineno) if frames else ("", 0)

@@ -91,12 +91,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # it takes itself apart, and this is called again with the plain tensors in it
         schema = func._schema  # noqa: SLF001 - as modes of torch do
         name: str = schema.name
-        given = tensors_in(args, kwargs)
+        tensors = tensors_in(args, kwargs)
         in_backward = torch._C._current_graph_task_id() >= 0  # noqa: SLF001 - nothing else tells
-        known = [found for each in given if (found := self._live.device_of(each)) is not None]
+        devices = [device for each in tensors if (device := self._live.device_of(each)) is not None]
         target = getattr(kwargs.get("device"), "index", None)  # the CPU has a number where it stands for another device
-        device = target if target is not None else next(iter(known), self._device)
-        if self._phase or in_backward or known or target is not None:
+        device = target if target is not None else next(iter(devices), self._device)
+        if self._phase or in_backward or devices or target is not None:
             if name == "aten::_local_scalar_dense":
                 self._read()
             self._follow_backward(in_backward)
@@ -210,15 +210,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Write down the line that reads a number which was not computed."""
         if not (self.is_fast or self._invents):
             return
-        found: Line | None = None
+        line: Line | None = None
         for frame in frames():
             filename = frame.f_code.co_filename
-            if "/torch/utils/data/" in filename or (found is None and is_ours(filename)):
+            if "/torch/utils/data/" in filename or (line is None and is_ours(filename)):
                 return  # of a row, which is real, or of what ranks exchange
-            if found is None and is_users_file(filename):
-                found = filename, frame.f_lineno
-        if found is not None:
-            self.trace.invented[found] = None
+            if line is None and is_users_file(filename):
+                line = filename, frame.f_lineno
+        if line is not None:
+            self.trace.invented[line] = None
 
     def placement(self, place: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
         """Begin a pass over a prepared loader; return what places its batches. Asked in place of ``place`` alone."""

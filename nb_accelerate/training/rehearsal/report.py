@@ -105,9 +105,9 @@ class Rehearsal:
     def findings(self) -> list[Finding]:
         """What is wrong or worth a look, the gravest first."""
         traces = self.traces
-        found = (_failures(traces), _hang(traces), _files(traces), _rates(traces), _invented(traces))
+        by_kind = (_failures(traces), _hang(traces), _files(traces), _rates(traces), _invented(traces))
         too_much = [Finding("memory", self.memory)] if self.memory.endswith(TOO_MUCH) else []
-        return [*too_much, *(finding for some in found for finding in some)]
+        return [*too_much, *(finding for some in by_kind for finding in some)]
 
     @property
     def ok(self) -> bool:
@@ -156,14 +156,14 @@ class Rehearsal:
         ranks = f"ranks {ranges([trace.rank for trace in self.traces])} of {self.world_size}"
         every = f"all {self.world_size} ranks" if self.world_size > 1 else "the rank"
         which = every if len(self.traces) == self.world_size else ranks
-        said = f"rehearsed {which} in {max(trace.seconds for trace in self.traces):.1f} s"
+        text = f"rehearsed {which} in {max(trace.seconds for trace in self.traces):.1f} s"
         for trace in self.traces:
             if not trace.ended and not trace.failure:
                 batch = len(trace.passes[-1].rows) if trace.passes else 0
                 far = f"batch {batch} of pass {len(trace.passes)}"
                 over = f"the {brief(self.seconds)} were over, and rank {trace.rank} came to {far}"
-                return f"{said}: {over}. What comes later is not known"
-        return f"{said}, to the end" if any(trace.ended for trace in self.traces) else said
+                return f"{text}: {over}. What comes later is not known"
+        return f"{text}, to the end" if any(trace.ended for trace in self.traces) else text
 
     def _row(self, group: Sequence[Trace]) -> tuple[str, ...]:
         trace = group[0]
@@ -224,16 +224,16 @@ def _failures(traces: Sequence[Trace]) -> Iterator[Finding]:
 def _hang(traces: Sequence[Trace]) -> Iterator[Finding]:
     """Find the first exchange in which a rank is not in step with the first one."""
     traces = [trace for trace in traces if trace.exchanges or trace.ended]  # others died, and said nothing
-    found: dict[tuple[int, str, str], list[Trace]] = {}
+    differences: dict[tuple[int, str, str], list[Trace]] = {}
     for other in traces[1:]:
         for number, (mine, its) in enumerate(itertools.zip_longest(traces[0].exchanges, other.exchanges)):
             if (mine and mine.what) != (its and its.what):
                 mine_is, its_is = _is(traces[0], mine), _is(other, its)
                 if mine_is and its_is:
-                    found.setdefault((number, mine_is, its_is), []).append(other)
+                    differences.setdefault((number, mine_is, its_is), []).append(other)
                 break
-    if found:
-        (number, mine_is, its_is), parted = min(found.items(), key=lambda item: item[0])
+    if differences:
+        (number, mine_is, its_is), parted = min(differences.items(), key=lambda item: item[0])
         both = f"{_ranks(traces[:1])} at {mine_is}, {_ranks(parted)} at {its_is}"
         yield Finding("hang", f"ranks wait for each other from exchange {number + 1} on: {both}")
 

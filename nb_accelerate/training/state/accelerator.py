@@ -158,15 +158,15 @@ class AcceleratorState(ProcessView):
                 raise ConfigError(f"AcceleratorState was given {name}. Write Accelerator({name}=...) instead.")
         PartialState(cpu, **kwargs)
         self._fixed: tuple[ProcessContext, Choices] | None = None
-        known = newest_choices()
-        if known is None:
+        choices = newest_choices()
+        if choices is None:
             remember(current_process(), Choices.make(mixed_precision))
         elif mixed_precision is not None and str(resolve_precision(mixed_precision, Environment())) != (
-            known.mixed_precision
+            choices.mixed_precision
         ):
             raise ConfigError(
                 f"mixed_precision={mixed_precision!r} was given to AcceleratorState, but the Accelerator of this "
-                f"process computes in {known.mixed_precision!r}. A state only shows what was chosen; write "
+                f"process computes in {choices.mixed_precision!r}. A state only shows what was chosen; write "
                 f"Accelerator(mixed_precision={mixed_precision!r})."
             )
 
@@ -268,9 +268,9 @@ class AcceleratorState(ProcessView):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Clear the choices of the newest `Accelerator`; with ``reset_partial_state`` also rank and device."""
-        known = context.current()
-        if known is not None:
-            remember(known, None)
+        process = context.current()
+        if process is not None:
+            remember(process, None)
         if reset_partial_state:
             context.reset()
 

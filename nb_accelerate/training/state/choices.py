@@ -135,8 +135,8 @@ def inherited(environment: Environment) -> Choices | None:
 
     Nothing is inherited after the environment variables about precision, compilation or engines were changed.
     """
-    known = newest_choices()
-    return known if known is not None and known.variables == _variables(environment) else None
+    choices = newest_choices()
+    return choices if choices is not None and choices.variables == _variables(environment) else None
 
 
 def _variables(environment: Environment) -> dict[str, str]:
@@ -156,8 +156,8 @@ def current_collectives() -> Collectives:
 
 def current_data_collectives() -> Collectives:
     """Return collectives between processes that read rows of their own; ranks that share rows count as one."""
-    collectives, known = current_collectives(), newest_choices()
-    layout = None if known is None or known.engines is None else known.engines.parallelism
+    collectives, choices = current_collectives(), newest_choices()
+    layout = None if choices is None or choices.engines is None else choices.engines.parallelism
     if layout is None or collectives.world_size == 1:
         return collectives
     return between_groups(collectives, layout.non_data_parallel_size)
@@ -165,8 +165,8 @@ def current_data_collectives() -> Collectives:
 
 def newest_choices() -> Choices | None:
     """Return the choices of the newest `Accelerator` of this process, or None. Sets nothing up."""
-    known = context.current()
-    return None if known is None else known.newest
+    process = context.current()
+    return None if process is None else process.newest
 
 
 def remember(process: ProcessContext, choices: Choices | None) -> None:

@@ -217,8 +217,8 @@ def average(collectives: Collectives, parameters: Sequence[Tensor]) -> None:
     """Average gradients; a rank without one contributes zeros, and one that no rank has stays None. Collective."""
     if not parameters:
         return
-    mine = [torch.zeros_like(own) if own.grad is None else own.grad.to_dense() for own in parameters]
-    has = [float(own.grad is not None) for own in parameters]
+    mine = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in parameters]
+    has = [float(each.grad is not None) for each in parameters]
     # Both in one exchange. Who has all gradients need not wait for the device to read who has which.
     *means, anywhere = operations.reduce(collectives, [*mine, mine[0].new_tensor(has)], "mean")
     used = has if all(has) else anywhere.tolist()

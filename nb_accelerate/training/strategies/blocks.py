@@ -29,41 +29,41 @@ def find_blocks(model: nn.Module, options: FullyShardedDataParallelPlugin) -> li
     if policy == "no_wrap":
         return []
     if callable(policy):
-        found, asked = blocks_by_policy(model, policy), f"auto_wrap_policy={getattr(policy, '__name__', policy)}"
+        blocks, asked = blocks_by_policy(model, policy), f"auto_wrap_policy={getattr(policy, '__name__', policy)}"
     elif options.min_num_params is not None and policy != "transformer_based_wrap":
-        found, asked = blocks_by_size(model, options.min_num_params), f"min_num_params={options.min_num_params}"
+        blocks, asked = blocks_by_size(model, options.min_num_params), f"min_num_params={options.min_num_params}"
     elif options.transformer_cls_names_to_wrap:
-        found, asked = blocks_by_class(model, options.transformer_cls_names_to_wrap), ""
+        blocks, asked = blocks_by_class(model, options.transformer_cls_names_to_wrap), ""
     elif policy is not None:
-        found, asked = blocks_by_class(model), f"auto_wrap_policy={policy!r}, with its _no_split_modules,"
+        blocks, asked = blocks_by_class(model), f"auto_wrap_policy={policy!r}, with its _no_split_modules,"
     else:
         return untied(model, blocks_by_class(model) or repeated_blocks(model))
     never_called = {
         id(part) for module in model.modules() if isinstance(module, _READERS) for part in module.children()
     }
-    found = [block for block in found if id(block) not in never_called]
-    if not found:
+    blocks = [block for block in blocks if id(block) not in never_called]
+    if not blocks:
         raise ConfigError(
             f"{asked} finds no block in {type(model).__name__}, so nothing would be sharded by itself. Write "
             "transformer_cls_names_to_wrap=[...] with the classes of its layers, or auto_wrap_policy='no_wrap', and "
             "the model is one block."
         )
-    check_ties(model, found)
-    return found
+    check_ties(model, blocks)
+    return blocks
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that a model repeats in a row, such as the layers of a transformer."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
         if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
         children = list(module)
         if len({type(child) for child in children}) == 1 and any(True for _ in children[0].children()):
-            found += children
+            blocks += children
             inside |= {id(part) for child in children for part in child.modules()}
-    return found
+    return blocks
 
 
 def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
@@ -72,7 +72,7 @@ def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.M
     It is called as those of `torch.distributed.fsdp.wrap`: with a module, ``recurse`` (whether its parts are to be
     looked at; else whether it is a block itself), and the number of its parameters outside of blocks.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     counted: set[int] = set()  # parameters inside of a block
     seen: set[int] = set()
 
@@ -85,15 +85,15 @@ def blocks_by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[nn.M
             for child in module.children():
                 if id(child) not in seen:
                     visit(child)
-        own = rest(module)
-        if module is model or isinstance(module, _CONTAINERS) or not own:
+        parameters = rest(module)
+        if module is model or isinstance(module, _CONTAINERS) or not parameters:
             return
-        if policy(module=module, recurse=False, nonwrapped_numel=sum(parameter.numel() for parameter in own)):
-            found.append(module)
-            counted.update(map(id, own))
+        if policy(module=module, recurse=False, nonwrapped_numel=sum(parameter.numel() for parameter in parameters)):
+            blocks.append(module)
+            counted.update(map(id, parameters))
 
     visit(model)
-    return found
+    return blocks
 
 
 def blocks_by_class(model: nn.Module, names: Iterable[str] | None = None) -> list[nn.Module]:
@@ -101,17 +101,17 @@ def blocks_by_class(model: nn.Module, names: Iterable[str] | None = None) -> lis
 
     By default the classes that models of transformers name in ``_no_split_modules``; without it there are none.
     """
-    known = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    wanted = set(known if names is None else names)
-    found = [part for part in model.modules() if part is not model and type(part).__name__ in wanted]
-    missing = wanted - {type(part).__name__ for part in found}
+    no_split = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    wanted = set(no_split if names is None else names)
+    blocks = [part for part in model.modules() if part is not model and type(part).__name__ in wanted]
+    missing = wanted - {type(part).__name__ for part in blocks}
     if names is not None and missing:
         kinds = sorted({type(part).__name__ for part in model.modules() if any(part.children())})
         raise ConfigError(
             f"transformer_cls_names_to_wrap names {', '.join(sorted(missing))}, and {type(model).__name__} has no "
             f"such part. Its parts with parts of their own are: {', '.join(kinds)}."
         )
-    return found[::-1]
+    return blocks[::-1]
 
 
 def blocks_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
@@ -129,12 +129,12 @@ def untied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             homes.setdefault(id(parameter), set()).add(id(module))
-    found = []
+    kept = []
     for block in dict.fromkeys(blocks):
         inside = {id(part) for part in block.modules()}
         if all(homes[id(parameter)] <= inside for parameter in block.parameters()):
-            found.append(block)
-    return found
+            kept.append(block)
+    return kept
 
 
 def check_ties(model: nn.Module, blocks: Collection[nn.Module]) -> None:

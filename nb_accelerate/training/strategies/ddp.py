@@ -269,8 +269,8 @@ class DDPStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         def wrappers() -> list[DistributedDataParallel]:
-            found = [wrapper for wrapper in map(_wrapped, models) if isinstance(wrapper, DistributedDataParallel)]
-            return [wrapper for wrapper in found if is_alive(wrapper.process_group)]  # others were wrapped again
+            ours = [wrapper for wrapper in map(_wrapped, models) if isinstance(wrapper, DistributedDataParallel)]
+            return [wrapper for wrapper in ours if is_alive(wrapper.process_group)]  # others were wrapped again
 
         return GradientAverage(optimizer, self.collectives, wrappers)
 

@@ -178,12 +178,12 @@ class DTensorStrategy(Strategy):
 
     @override
     def model_state(self, model: nn.Module, *, keep: bool = True) -> dict[str, Any]:
-        known: dict[int, Any] = {}  # tied weights stay one tensor
+        gathered: dict[int, Any] = {}  # tied weights stay one tensor
         state = model.state_dict(keep_vars=True)
         for value in state.values():
-            if id(value) not in known:
-                known[id(value)] = gather_whole(value, keep=keep)
-        return {name: known[id(value)] for name, value in state.items()} if keep else {}
+            if id(value) not in gathered:
+                gathered[id(value)] = gather_whole(value, keep=keep)
+        return {name: gathered[id(value)] for name, value in state.items()} if keep else {}
 
     @override
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **kwargs: Any) -> None:

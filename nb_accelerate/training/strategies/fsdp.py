@@ -209,10 +209,10 @@ class FSDPStrategy(DTensorStrategy):
         self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]
     ) -> Callable[[bool], None] | None:
         def sharded() -> list[AveragesGradients]:
-            found = [list(model.parameters()) for model in models if is_sharded(innermost(model))]
+            of_models = [list(model.parameters()) for model in models if is_sharded(innermost(model))]
             return [
                 AveragesGradients(filter(is_shard, parameters), itertools.filterfalse(is_shard, parameters))
-                for parameters in found
+                for parameters in of_models
             ]
 
         return GradientAverage(optimizer, self.collectives, sharded, renew=use_shards)
@@ -228,11 +228,11 @@ class FSDPStrategy(DTensorStrategy):
         def drop() -> None:
             if not self._holding:
                 return
-            own = set(map(id, parameters_of(optimizer)))
+            of_optimizer = set(map(id, parameters_of(optimizer)))
             for model in list(self._holding):
                 held = [parameter for parameter in _fsdp_parameters(model) if _holds_gradient(parameter)]
                 for parameter in held:
-                    if id(parameter.sharded_param) in own:
+                    if id(parameter.sharded_param) in of_optimizer:
                         parameter.unsharded_accumulated_grad = None
                         if _holds_gradient(parameter):
                             parameter._unsharded_param.grad = None  # noqa: SLF001 - torch's

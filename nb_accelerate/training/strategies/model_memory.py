@@ -42,15 +42,15 @@ def measure(
     trained = [weight for weight in weights if weight.requires_grad]
     stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
     states = [*states, *stepped]
-    found = [weight.grad for weight in (*trained, *stepped) if weight.grad is not None]
+    grads = [weight.grad for weight in (*trained, *stepped) if weight.grad is not None]
     seen: set[Any] = set()  # what is in the same memory counts once, where it comes first
     of_weights = _bytes([*parameters, *weights], seen)
-    of_gradients = _bytes([*gradients, *found], seen)
+    of_gradients = _bytes([*gradients, *grads], seen)
     pending = 0 if of_gradients else _bytes([weight for weight in stepped if weight.requires_grad] or trained, set())
     for optimizer in optimizers:
-        own = tensors_in(list(optimizer.state.values()))
-        states += own
-        if not own:
+        tensors = tensors_in(list(optimizer.state.values()))
+        states += tensors
+        if not tensors:
             # The bytes of the state that an optimizer will make at its first step, if it is of a well-known kind.
             total = 0
             for group in optimizer.param_groups:

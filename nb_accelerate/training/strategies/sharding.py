@@ -116,9 +116,9 @@ class Policies:
     def __init__(self, options: FullyShardedDataParallelPlugin, dtype: torch.dtype | None) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        given = options.mixed_precision_policy
-        if given is not None:
-            self.of_blocks = self.of_root = given
+        policy = options.mixed_precision_policy
+        if policy is not None:
+            self.of_blocks = self.of_root = policy
         elif dtype is not None:
             self.of_blocks = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             self.of_root = MixedPrecisionPolicy(
@@ -140,8 +140,8 @@ def kept_precise(block: nn.Module, converts: bool) -> Iterator[nn.Module]:
 
 def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
     """Return the parameters that stay whole on every rank: those of ``ignored_modules``, and scalars."""
-    own = set(model.parameters())
-    scalars = {parameter for parameter in own if not parameter.dim()}
+    parameters = set(model.parameters())
+    scalars = {parameter for parameter in parameters if not parameter.dim()}
     chosen = options.ignored_modules
     if chosen is None:
         return scalars
@@ -151,7 +151,7 @@ def ignored_parameters(model: nn.Module, options: FullyShardedDataParallelPlugin
             raise ConfigError(f"ignored_modules={chosen!r} matches the name of no part of {type(model).__name__}.")
     else:
         modules = list(chosen)
-    return scalars | {parameter for module in modules for parameter in module.parameters() if parameter in own}
+    return scalars | {parameter for module in modules for parameter in module.parameters() if parameter in parameters}
 
 
 def check_weights(model: nn.Module, collectives: Collectives) -> None:

@@ -77,8 +77,8 @@ class TensorParallelizer:
                 f"which layers are parallelized (_tp_plan). {write}"
             )
         modules = dict(model.named_modules())
-        found: dict[str, Any] = {}
-        for pattern, given in plan.items():
+        styles: dict[str, Any] = {}
+        for pattern, rule in plan.items():
             wanted = pattern.split(".")
             matching = [
                 name
@@ -92,13 +92,13 @@ class TensorParallelizer:
                     f"{suggest(pattern, layers)} Its layers are {', '.join(map(repr, layers[:8]))} ..."
                 )
             for name in matching:
-                if given == "replicated_with_grad_allreduce" and not self._trains:
+                if rule == "replicated_with_grad_allreduce" and not self._trains:
                     continue
-                style = _style_named(given, name) if isinstance(given, str) else given
+                style = _style_named(rule, name) if isinstance(rule, str) else rule
                 if style is not None:
                     self._check_size(name, modules, style)
-                    found[name] = style
-        return found
+                    styles[name] = style
+        return styles
 
     def _check_size(self, name: str, modules: Mapping[str, nn.Module], style: Any) -> None:
         """Raise `ConfigError` for a layer whose parts would not be equal, and whose parts other layers take."""
@@ -203,12 +203,12 @@ def _tie_again(model: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
     (first, key), *others = tied
     shared: Any = model.get_submodule(first).get_parameter(key)
     for other, name in others:
-        own: Any = model.get_submodule(other).get_parameter(name)
-        if own.placements != shared.placements:
+        parameter: Any = model.get_submodule(other).get_parameter(name)
+        if parameter.placements != shared.placements:
             raise ConfigError(
                 f"{first} and {other} share a weight (tied weights), and the plan shards it in two ways: "
-                f"{shared.placements} and {own.placements}. An embedding is sharded by 'embedding_rowwise', and the "
-                "layer tied to it by 'colwise_gather_output'."
+                f"{shared.placements} and {parameter.placements}. An embedding is sharded by 'embedding_rowwise', and "
+                "the layer tied to it by 'colwise_gather_output'."
             )
         model.get_submodule(other).register_parameter(name, shared)
 
@@ -286,11 +286,11 @@ def take_slices(
         TensorParallelizer(mesh, None, trains=False).parallelize(model, lambda _: None)
         share_random_numbers(between_groups(TorchCollectives(process.device), process.topology.world_size))
     for names, owners, now in _tied(model):
-        found = next((name for name in names if name in tensors), None)
-        if found is None:  # a buffer, say, that the code of the model fills
+        saved = next((name for name in names if name in tensors), None)
+        if saved is None:  # a buffer, say, that the code of the model fills
             value: Any = now.detach().to(process.device)
         else:
-            value = _slice_of(tensors[found], now, process.device, (dtypes or {}).get(found, now.dtype))
+            value = _slice_of(tensors[saved], now, process.device, (dtypes or {}).get(saved, now.dtype))
         if isinstance(now, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         for owner, key in owners:
@@ -299,26 +299,26 @@ def take_slices(
 
 def _check(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for names, _, now in _tied(model):
-        found = next((name for name in names if name in tensors), None)
-        if found is None and now.is_meta:
+        saved = next((name for name in names if name in tensors), None)
+        if saved is None and now.is_meta:
             raise CheckpointError(
                 f"The checkpoint has no {' or '.join(names)}, and this {type(model).__name__} was made without weights."
             )
-        if found is not None and tensors[found].shape != now.shape:
+        if saved is not None and tensors[saved].shape != now.shape:
             raise CheckpointError(
-                f"{found} is of shape {tuple(tensors[found].shape)} in the checkpoint and {tuple(now.shape)} here."
+                f"{saved} is of shape {tuple(tensors[saved].shape)} in the checkpoint and {tuple(now.shape)} here."
             )
 
 
 def _tied(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, str]], Tensor]]:
     """Return each parameter and buffer once, with all of its names, and with those who hold it."""
-    found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], Tensor]] = {}
+    groups: dict[int, tuple[list[str], list[tuple[nn.Module, str]], Tensor]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            names, owners, _ = found.setdefault(id(tensor), ([], [], tensor))
+            names, owners, _ = groups.setdefault(id(tensor), ([], [], tensor))
             names.append(f"{prefix}.{key}" if prefix else key)
             owners.append((module, key))
-    return list(found.values())
+    return list(groups.values())
 
 
 def _slice_of(whole: Tensor, now: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -163,16 +163,16 @@ def _follow(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> No
     if optimizer.state or any(is_followed):
         return
     moved = (weight for weight in of_models.values() if weight.device.type == "xla")
-    found: dict[int, nn.Parameter] = {}
+    successors: dict[int, nn.Parameter] = {}
     for old in held:
         value = old.detach().cpu()
         alike = (weight for weight in moved if (weight.shape, weight.dtype) == (old.shape, old.dtype))
         new = next((weight for weight in alike if torch.equal(weight.detach().cpu(), value)), None)
         if new is None:
             return
-        found[id(old)] = new
+        successors[id(old)] = new
     for group in optimizer.param_groups:
-        group["params"] = [found[id(weight)] for weight in group["params"]]
+        group["params"] = [successors[id(weight)] for weight in group["params"]]
 
 
 def _on_host(state: Any) -> Any:

@@ -335,11 +335,11 @@ class MLflowTracker(LibraryTracker):
         name = environment.text("MLFLOW_EXPERIMENT_NAME") or self.experiment_name
         arguments = dict(self.init_kwargs)
         arguments["run_id"] = environment.text("MLFLOW_RUN_ID") or arguments["run_id"]
-        given = environment.text("MLFLOW_TAGS") or arguments["tags"]
-        arguments["tags"] = json.loads(given) if isinstance(given, str) else given
-        found = self.library.get_experiment_by_name(name) if name else None
-        if found is not None:
-            arguments["experiment_id"] = found.experiment_id
+        tags = environment.text("MLFLOW_TAGS") or arguments["tags"]
+        arguments["tags"] = json.loads(tags) if isinstance(tags, str) else tags
+        experiment = self.library.get_experiment_by_name(name) if name else None
+        if experiment is not None:
+            arguments["experiment_id"] = experiment.experiment_id
         elif name:
             location = None if self.logging_dir is None else Path(self.logging_dir).absolute().as_uri()
             arguments["experiment_id"] = self.library.create_experiment(name, artifact_location=location)
@@ -419,10 +419,10 @@ class TensorBoardTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         values = plain_values(values)
-        known = {
+        plain = {
             name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in values.items()
         }
-        self.tracker.add_hparams(known, metric_dict={})
+        self.tracker.add_hparams(plain, metric_dict={})
         self.tracker.flush()
         self.logging_dir.mkdir(parents=True, exist_ok=True)
         # JSON is YAML; the name is the one that TensorBoard's users look for.

@@ -41,10 +41,10 @@ class TrackerEntry:
         """Return the class, importing its module but not its library."""
         if self.registered is not None:
             return self.registered
-        found: type[GeneralTracker] = getattr(
+        kind: type[GeneralTracker] = getattr(
             importlib.import_module(f"nb_accelerate.training.tracking.{self.module}"), self.cls
         )
-        return found
+        return kind
 
 
 TRACKERS = {

@@ -72,8 +72,8 @@ def _listed_rows(data: Any) -> int | None:
     inside = _inside(data)
     if inside is None:
         return None
-    found = next((rows for rows in map(_listed_rows, inside[0]) if rows is not None), None)
-    return len(data) if found is None and isinstance(data, (list, tuple)) else found
+    inner = next((rows for rows in map(_listed_rows, inside[0]) if rows is not None), None)
+    return len(data) if inner is None and isinstance(data, (list, tuple)) else inner
 
 
 def row_taker(batches: Sequence[Any], rows: Sequence[int], *, careful: bool = True, of_columns: bool = False) -> Take:
@@ -270,11 +270,11 @@ def parts_of_last_group(
         if take is not None:
             parts = [take(slice(first, end)) if first < end else None for first, end in bounds]
             return parts, None if real % ranks == 0 else rows_of_ranks(real, [end - first for first, end in bounds])
-    given = round_of_batches(group, start, ranks, even_batches=even)
-    nothing = ranks - len(given)
-    counts = [1 if counted.rows is None else counted.rows for counted in given] + [0] * nothing
+    batches = round_of_batches(group, start, ranks, even_batches=even)
+    nothing = ranks - len(batches)
+    counts = [1 if counted.rows is None else counted.rows for counted in batches] + [0] * nothing
     end = None if len(group) == ranks else rows_of_ranks(sum(counts[: len(group)]), counts)
-    return [counted.batch for counted in given] + [None] * nothing, end
+    return [counted.batch for counted in batches] + [None] * nothing, end
 
 
 def num_rows(batches: Iterable[CountedBatch]) -> int:

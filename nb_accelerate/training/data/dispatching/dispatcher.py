@@ -240,16 +240,16 @@ class DispatchingReader(CollectiveReader):
         if self.collectives.is_first:
             super().restore(saved)
 
-    def _send(self, source: Iterator[Any], numbers: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+    def _send(self, source: Iterator[Any], random_state: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
         """Read groups, send the other ranks their parts, and yield the part of rank 0. Runs on rank 0."""
         collectives = self.collectives
         groups = self._groups(source)
-        with numbers:
+        with random_state:
             message, failure = next_or_error(groups)
         collectives.broadcast_objects([_header(message, failure)], 0)
         # One group ahead: a message says what comes after it, so that the end and an error take no collective more.
         while message is not None:
-            with numbers:
+            with random_state:
                 following, failure = next_or_error(groups)
             if failure is not None:
                 code = _FAILED

@@ -146,17 +146,17 @@ def unpack(layout: BatchLayout, buffer: Tensor, *, bring_back: bool = False) -> 
 
 def _in_containers(batch: Any) -> set[int]:
     """Return the ids of tensors in lists, mappings and the like, and in encodings, all of whose tensors move."""
-    found: set[int] = set()
+    ids: set[int] = set()
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            found.add(id(leaf))
+            ids.add(id(leaf))
         elif isinstance(leaf, Mapping):
-            found.update(map(id, tensors_in(leaf)))
+            ids.update(map(id, tensors_in(leaf)))
         return leaf
 
     map_tensors(note, batch, movable=True)
-    return found
+    return ids
 
 
 def _view(slot: TensorSlot, buffer: Tensor) -> Tensor:

@@ -215,15 +215,15 @@ def split_between(inputs: Any, rank: int, world_size: int, *, pad: bool) -> Any:
 
 def _rows_of(inputs: Any, first: int, end: int, missing: int) -> Any:
     """Return a part of something, and ``missing`` times its very last item after it."""
-    numbers = [*range(first, end), *[len(inputs) - 1] * missing]
+    indices = [*range(first, end), *[len(inputs) - 1] * missing]
     if hasattr(inputs, "column_names") and hasattr(inputs, "select"):  # a datasets.Dataset: slices are dicts of columns
-        return inputs.select(numbers)
+        return inputs.select(indices)
     if hasattr(inputs, "iloc"):  # of pandas
-        return inputs.iloc[numbers]
+        return inputs.iloc[indices]
     part = inputs[first:end]
     if not missing:
         return part
     if isinstance(inputs, (Tensor, np.ndarray)):
-        return inputs[numbers]
+        return inputs[indices]
     # A range, say, cannot hold an item twice.
-    return part + inputs[-1:] * missing if isinstance(inputs, _JOINED) else [inputs[number] for number in numbers]
+    return part + inputs[-1:] * missing if isinstance(inputs, _JOINED) else [inputs[number] for number in indices]

@@ -51,10 +51,10 @@ class SamplerSync:
             synchronize((RNGType.GENERATOR,), self.broadcast, self.sampler.generator)
             return
         if isinstance(self.sampler, (SubsetRandomSampler, WeightedRandomSampler)):
-            state, own, self.sampler.generator = torch.get_rng_state(), self.sampler.generator, None
+            state, generator, self.sampler.generator = torch.get_rng_state(), self.sampler.generator, None
             next(iter(self.sampler), None)
-            self.sampler.generator = own
-            own.set_state(self.broadcast(state))
+            self.sampler.generator = generator
+            generator.set_state(self.broadcast(state))
             return
         seed = torch.empty((), dtype=torch.int64).random_()
         self.sampler.generator.manual_seed(int(self.broadcast(seed).item()))

@@ -125,8 +125,8 @@ class TorchSource:
     def encode(self, position: SavedPosition, per_batch: int) -> dict[str, Any]:
         """Return a position in the form in which it is saved; ``per_batch`` is the reader's."""
         del per_batch
-        found = {"epoch": position.epoch, "position": position.position}
-        return found | ({"order": position.order} if position.order else {})
+        state = {"epoch": position.epoch, "position": position.position}
+        return state | ({"order": position.order} if position.order else {})
 
     def decode(self, state: Any, per_batch: int) -> SavedPosition:
         """Return the position in what `encode` returned."""

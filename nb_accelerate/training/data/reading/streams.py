@@ -111,10 +111,10 @@ class StreamReader(CollectiveReader):
         self._pool = []
         dropped = 0 if resumed and self.source.is_restored else self.dropped
         try:
-            own = self.source.open(epoch, resumed=resumed)
+            opened = self.source.open(epoch, resumed=resumed)
         except Exception as error:
-            own = raise_on_next(error)  # the others have to be told
-        counted = map(count_batch, own)
+            opened = raise_on_next(error)  # the others have to be told
+        counted = map(count_batch, opened)
         if self.even_batches:
             batches = self._in_lockstep(counted)
         else:  # this rank's own batches, without communication
@@ -127,13 +127,13 @@ class StreamReader(CollectiveReader):
     def read_state(self) -> ReadState:
         return replace(self._state_before_pool, repeat=self._yielded_since) if self._pool else super().read_state()
 
-    def _in_lockstep(self, own: Iterator[CountedBatch]) -> Iterator[Any]:
+    def _in_lockstep(self, batches: Iterator[CountedBatch]) -> Iterator[Any]:
         """Yield this rank's batch of each step. All ranks iterate it together."""
         size = self.source.loader.batch_size
         while True:
             if not self._pool:
                 self._state_before_pool, self._yielded_since = super().read_state(), 0
-            batch, failure = next_or_error(own)
+            batch, failure = next_or_error(batches)
             full = batch is not None and (size is None or batch.rows == size)
             code = _FAILED if failure else _FULL if full and not self._pool else _OTHER
             worst = int(self.collectives.all_reduce(torch.tensor(code, device=self.collectives.device), "max").item())

@@ -149,12 +149,12 @@ def _running(epoch: EpochProgress | None) -> EpochProgress | None:
 def _epochs_in(thing: Any) -> list[Any]:
     """Return the values by which a sampler or dataset says in which epoch it is."""
     inside = vars(thing) if hasattr(thing, "__dict__") else {}
-    known = [value for name, value in inside.items() if "epoch" in name and isinstance(value, int)]
-    return [getattr(thing, "epoch", None), *known]
+    epochs = [value for name, value in inside.items() if "epoch" in name and isinstance(value, int)]
+    return [getattr(thing, "epoch", None), *epochs]
 
 
 def _listeners(things: tuple[Any, ...]) -> list[Any]:
-    found: list[Any] = []
+    listeners: list[Any] = []
     seen: set[int] = set()
     queue = list(things)
     while queue:
@@ -166,7 +166,7 @@ def _listeners(things: tuple[Any, ...]) -> list[Any]:
         seen.add(id(thing))
         passes_on = isinstance(thing, PassesEpochOn) or type(thing) is BatchSampler
         if not passes_on and callable(getattr(thing, "set_epoch", None)):
-            found.append(thing)
+            listeners.append(thing)
         inner = vars(thing) if hasattr(thing, "__dict__") else {}
         queue += [inner[name] for name in ("batch_sampler", "sampler") if name in inner]
-    return found
+    return listeners

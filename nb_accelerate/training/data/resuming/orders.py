@@ -121,19 +121,19 @@ def _may_draw(loader: DataLoader[Any]) -> bool:
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
     """Return the sampler of a loader, and all samplers in it."""
-    found: list[Any] = []
+    samplers: list[Any] = []
     queue: list[Any] = [loader.sampler if loader.batch_sampler is None else loader.batch_sampler]
     while queue:
         sampler = queue.pop(0)
-        if not any(sampler is other for other in found):
-            found.append(sampler)
+        if not any(sampler is other for other in samplers):
+            samplers.append(sampler)
             inside = vars(sampler) if hasattr(sampler, "__dict__") else {}
             queue += [
                 value
                 for name, value in inside.items()
                 if value is not None and (name in ("sampler", "batch_sampler") or isinstance(value, Sampler))
             ]
-    return found
+    return samplers
 
 
 def _held_by(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -142,15 +142,15 @@ def _held_by(loader: DataLoader[Any]) -> dict[str, Any]:
     if is_stateful(loader) and not _may_draw(loader):
         return {}  # torchdata saves all that there is
     owners = [loader.dataset, *_samplers(loader)] if isinstance(loader.dataset, IterableDataset) else _samplers(loader)
-    found: dict[str, Any] = {} if loader.generator is None else {"loader": loader.generator}
+    generators: dict[str, Any] = {} if loader.generator is None else {"loader": loader.generator}
     for owner in owners:
         if isinstance(owner, SeedableRandomSampler) or not hasattr(owner, "__dict__"):
             continue
         for name, value in vars(owner).items():
-            known = isinstance(value, SeededGenerator) or any(value is other for other in found.values())
-            if isinstance(value, _GENERATORS) and not known:
-                found[f"{type(owner).__name__}.{name}"] = value
-    return found
+            is_left_out = isinstance(value, SeededGenerator) or any(value is other for other in generators.values())
+            if isinstance(value, _GENERATORS) and not is_left_out:
+                generators[f"{type(owner).__name__}.{name}"] = value
+    return generators
 
 
 def _get(generator: Any) -> Any:

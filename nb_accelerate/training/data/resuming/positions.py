@@ -38,8 +38,8 @@ def encode(position: SavedPosition, *, per_batch: int) -> dict[str, Any]:
     reading, repeat = position.reading, position.repeat
     if (position.epoch, position.position) == _assumed(reading, per_batch) and not (repeat or position.order):
         return dict(reading)
-    own = {"epoch": position.epoch, "position": position.position} | ({"repeat": repeat} if repeat else {})
-    return {**reading, _OURS: own | ({"order": position.order} if position.order else {})}
+    ours = {"epoch": position.epoch, "position": position.position} | ({"repeat": repeat} if repeat else {})
+    return {**reading, _OURS: ours | ({"order": position.order} if position.order else {})}
 
 
 def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
@@ -52,9 +52,9 @@ def decode(state: Any, *, per_batch: int, workers: int) -> SavedPosition:
     reading = {key: value for key, value in state.items() if key != _OURS}
     try:
         epoch, position = _assumed(reading, per_batch)
-        own = state.get(_OURS, {"epoch": epoch, "position": position})
-        epoch, position, repeat = _whole(own["epoch"]), _whole(own["position"]), _whole(own.get("repeat", 0))
-        order = own.get("order", {})
+        ours = state.get(_OURS, {"epoch": epoch, "position": position})
+        epoch, position, repeat = _whole(ours["epoch"]), _whole(ours["position"]), _whole(ours.get("repeat", 0))
+        order = ours.get("order", {})
         states = _states(reading)
         were = len(reading["_snapshot"]["_worker_snapshots"]) if "_snapshot" in reading else 0
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -120,10 +120,10 @@ def _states(reading: Mapping[str, Any]) -> list[Any]:
         main = reading["_snapshot"]["_main_snapshot"]
         workers = list(reading["_snapshot"]["_worker_snapshots"].values())
     streams = [worker["fetcher_state"] for worker in workers if worker.get("fetcher_state") is not None]
-    found = [holder.get(name) for holder in (*workers, *streams) for name in _OF_DATASETS]
+    states = [holder.get(name) for holder in (*workers, *streams) for name in _OF_DATASETS]
     if not streams:  # what is read from its beginning has a sampler too, which only counts
-        found += [main.get(name) for name in _OF_SAMPLERS]
-    return [state for state in found if state is not None]
+        states += [main.get(name) for name in _OF_SAMPLERS]
+    return [state for state in states if state is not None]
 
 
 def _whole(number: Any) -> int:

@@ -92,9 +92,9 @@ def check_engine(
         )
     if weights_only:
         # This rank opens its own share, and what is the same for all.
-        own = f"zero_pp_rank_{engine.global_rank}_"
+        prefix = f"zero_pp_rank_{engine.global_rank}_"
         for name in sorted(names):
-            if name.endswith(".pt") and (own in name or not name.partition("zero_pp_rank_")[1]):
+            if name.endswith(".pt") and (prefix in name or not name.partition("zero_pp_rank_")[1]):
                 state = read(str(folder / tag / name), mmap=True)
                 if name.endswith("_model_states.pt"):
                     _check_shapes(engine, folder / tag / name, state, strict=strict)

@@ -33,9 +33,9 @@ _TALKATIVE = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "du
 
 def import_deepspeed(device_type: str) -> Any:
     """Return the module ``deepspeed``, for a type of device; it is imported for one in a process."""
-    found = {"DS_ACCELERATOR": device_type} if "DS_ACCELERATOR" not in os.environ else {}
+    variables = {"DS_ACCELERATOR": device_type} if "DS_ACCELERATOR" not in os.environ else {}
     try:
-        with variables_set(found):
+        with variables_set(variables):
             import deepspeed
             import deepspeed.comm.comm
             import deepspeed.ops

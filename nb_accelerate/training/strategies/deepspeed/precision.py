@@ -112,9 +112,9 @@ def mark_outputs(engine: nn.Module, _: Any, outputs: Any) -> None:
 def engine_of_loss(loss: Tensor) -> Any:
     """Return the engine whose outputs a loss was computed from; with several, the one nearest to the loss."""
     # DeepSpeed's hooks run backward in the others by themselves, in stages 1 to 3.
-    known = list(engines)
-    if len(known) == 1:
-        return known[0]
+    candidates = list(engines)
+    if len(candidates) == 1:
+        return candidates[0]
     level: Sequence[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     while level:

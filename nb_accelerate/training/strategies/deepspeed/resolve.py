@@ -48,11 +48,11 @@ def engine_config(
     schedulers: Sequence[Any],
 ) -> dict[str, Any]:
     """Return the configuration for one engine: a copy of the user's, checked and completed."""
-    given = dict(plugin.deepspeed_config)
+    base = dict(plugin.deepspeed_config)
     if optimizer is None:
-        given.pop("optimizer", None)
-        given.pop("scheduler", None)
-    _check_objects(given, optimizer, schedulers)
+        base.pop("optimizer", None)
+        base.pop("scheduler", None)
+    _check_objects(base, optimizer, schedulers)
     batch = _batch_size(plugin, run)
     values: dict[str, Any] = {
         "gradient_accumulation_steps": run.accumulation_steps,
@@ -63,18 +63,18 @@ def engine_config(
         **_of_schedulers(schedulers, run),
     }
     if isinstance(optimizer, DummyOptim):
-        own = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
-        values |= {f"optimizer.params.{name}": value for name, value in own.items()}
-    config = filled(given, values)
+        options = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+        values |= {f"optimizer.params.{name}": value for name, value in options.items()}
+    config = filled(base, values)
     sizes = {"gradient_accumulation_steps": run.accumulation_steps}
     micro = config.get("train_micro_batch_size_per_gpu", batch)
     if micro is not None:
         sizes["train_batch_size"] = micro * run.accumulation_steps * run.world_size
-    found = contradictions(config, sizes)
-    if found:
+    problems = contradictions(config, sizes)
+    if problems:
         raise ConfigError(
             f"The DeepSpeed configuration contradicts what is prepared ({run.world_size} ranks, batches of {micro} "
-            f'rows, {run.accumulation_steps} for one optimizer step): {"; ".join(found)}. Write "auto" there.'
+            f'rows, {run.accumulation_steps} for one optimizer step): {"; ".join(problems)}. Write "auto" there.'
         )
     config["gradient_accumulation_steps"] = run.accumulation_steps
     if "train_batch_size" not in config:
@@ -139,17 +139,17 @@ def _check_objects(config: dict[str, Any], optimizer: torch.optim.Optimizer | No
 
 def _batch_size(plugin: DeepSpeedPlugin, run: Run) -> int | None:
     """Return the rows of a batch on one rank; None where nothing says."""
-    given = plugin.get_value("train_micro_batch_size_per_gpu")
-    known = None if given in {None, AUTO} else int(given)
+    setting = plugin.get_value("train_micro_batch_size_per_gpu")
+    size = None if setting in {None, AUTO} else int(setting)
     if not run.batch_sizes:
-        return known
-    if known is not None and known not in run.batch_sizes:
+        return size
+    if size is not None and size not in run.batch_sizes:
         raise ConfigError(
-            f"train_micro_batch_size_per_gpu is {known} in the DeepSpeed configuration, and the loaders that are "
+            f"train_micro_batch_size_per_gpu is {size} in the DeepSpeed configuration, and the loaders that are "
             f'prepared have batches of {", ".join(map(str, sorted(set(run.batch_sizes))))} rows. Write "auto" there.'
         )
-    if known is not None:
-        return known
+    if size is not None:
+        return size
     return min(run.batch_sizes) if plugin.is_train_batch_min else max(run.batch_sizes)
 
 
@@ -183,8 +183,8 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
 
     It is refused if there are several, if it trains other models too, or has a state that the engine would lose.
     """
-    own = {id(parameter) for parameter in model.parameters()}
-    mine = [known for known in optimizers if not own.isdisjoint(map(id, parameters_of(known)))]
+    weights = {id(parameter) for parameter in model.parameters()}
+    mine = [optimizer for optimizer in optimizers if not weights.isdisjoint(map(id, parameters_of(optimizer)))]
     if not mine:
         return None
     if len(mine) > 1:
@@ -193,7 +193,7 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
             "Make one optimizer with several parameter groups."
         )
     [optimizer] = mine
-    others = sum(id(parameter) not in own for parameter in parameters_of(optimizer))
+    others = sum(id(parameter) not in weights for parameter in parameters_of(optimizer))
     if others:
         raise ConfigError(
             f"This {type(optimizer).__name__} trains {others} parameters that are not those of the "

@@ -104,13 +104,13 @@ class DeepSpeedStrategy(Strategy):
     @override
     def model_memory(self, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> RankMemory:
         models = list(models)
-        own = [model for model in models if model in engines]
+        prepared = [model for model in models if model in engines]
         return measure(
             models,
             optimizers,
-            parameters=itertools.chain.from_iterable(map(gradients.shards_of, own)),
-            gradients=itertools.chain.from_iterable(map(gradients.held_by, own)),
-            states=itertools.chain.from_iterable(map(gradients.precise_weights, own)),
+            parameters=itertools.chain.from_iterable(map(gradients.shards_of, prepared)),
+            gradients=itertools.chain.from_iterable(map(gradients.held_by, prepared)),
+            states=itertools.chain.from_iterable(map(gradients.precise_weights, prepared)),
         )
 
     # -- preparation
@@ -180,7 +180,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _initialize(self, request: ModelRequest, optimizer: torch.optim.Optimizer | None) -> Any:
         """Make an engine of a model and its optimizer. Collective."""
-        schedulers = [own for own in request.schedulers if optimizer is not None and own.optimizer is optimizer]
+        schedulers = [each for each in request.schedulers if optimizer is not None and each.optimizer is optimizer]
         run = Run(
             precision=self._precision,
             world_size=self.collectives.world_size,
@@ -195,7 +195,7 @@ class DeepSpeedStrategy(Strategy):
         arguments: dict[str, Any] = {"model": request.model, "config": config}
         if isinstance(optimizer, DummyOptim):
             arguments["model_parameters"] = optimizer.params
-            makers = [own.lr_scheduler_callable for own in schedulers if own.lr_scheduler_callable is not None]
+            makers = [each.lr_scheduler_callable for each in schedulers if each.lr_scheduler_callable is not None]
             if makers:
                 arguments["lr_scheduler"] = makers[0]
         elif optimizer is not None:
@@ -206,9 +206,9 @@ class DeepSpeedStrategy(Strategy):
             engines.add(engine)
             engine.set_gradient_accumulation_boundary(True)
             engine.register_forward_hook(mark_outputs)
-        for own in schedulers:
-            if isinstance(own, DummyScheduler):
-                self._schedulers[own] = scheduler
+        for each in schedulers:
+            if isinstance(each, DummyScheduler):
+                self._schedulers[each] = scheduler
         return engine
 
     def _surroundings(self) -> contextlib.AbstractContextManager[None]:
