@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def cell_number(shell: InteractiveShell, filename: str) -> int | None:
     """Return the number of the cell that is compiled under a file name; None if it is no cell."""
     compiler: Any = shell.compile
-    known: dict[str, int] | None = getattr(compiler, "_filename_map", None)
-    if known is not None:
-        return known.get(filename)
+    numbers: dict[str, int] | None = getattr(compiler, "_filename_map", None)
+    if numbers is not None:
+        return numbers.get(filename)
     # Before 8, a compiler knows how to name a cell, and not which cell has a name.
     if filename not in getattr(linecache, "_ipython_cache", ()):
         return None
@@ -79,9 +79,9 @@ def add_completer(shell: InteractiveShell, complete: Callable[[Cursor], Completi
 
     @context_matcher(identifier="nb_accelerate", priority=100)  # type: ignore[untyped-decorator]  # before the others
     def matcher(context: Any) -> dict[str, Any]:
-        found = complete(Cursor(context.full_text, context.cursor_line, context.cursor_position, context.token))
-        texts = [SimpleCompletion(text=text, type=found.kind) for text in found.texts]
-        return {"completions": texts, "suppress": found.only}
+        completions = complete(Cursor(context.full_text, context.cursor_line, context.cursor_position, context.token))
+        texts = [SimpleCompletion(text=text, type=completions.kind) for text in completions.texts]
+        return {"completions": texts, "suppress": completions.only}
 
     completer.custom_matchers.append(matcher)
 
@@ -100,14 +100,14 @@ def _wrap(completer: Any, complete: Callable[[Cursor], Completions]) -> Callable
         text = rest.get("full_text") or rest.get("line_buffer") or ""
         line = text.split("\n")[cursor_line] if text else ""
         token = completer.splitter.split_line(line, cursor_pos)
-        found = complete(Cursor(text, cursor_line, cursor_pos, token))
-        origins = [found.kind] * len(found.texts)
-        if found.only:
-            return token, found.texts, origins, ()
+        completions = complete(Cursor(text, cursor_line, cursor_pos, token))
+        origins = [completions.kind] * len(completions.texts)
+        if completions.only:
+            return token, completions.texts, origins, ()
         its_token, texts, its_origins, of_jedi = original(cursor_line=cursor_line, cursor_pos=cursor_pos, **rest)
-        if not found.texts or its_token != token:
+        if not completions.texts or its_token != token:
             return its_token, texts, its_origins, of_jedi
-        return token, [*found.texts, *texts], [*origins, *its_origins], of_jedi
+        return token, [*completions.texts, *texts], [*origins, *its_origins], of_jedi
 
     completer._complete = ask  # noqa: SLF001 - see above
 

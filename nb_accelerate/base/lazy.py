@@ -74,17 +74,17 @@ def _read(package: str, file: str) -> dict[str, tuple[str, str]]:
     import ast  # when a name is asked for: importing a package needs neither
     import pkgutil
 
-    found: dict[str, tuple[str, str]] = {}
+    places: dict[str, tuple[str, str]] = {}
     for node in ast.parse(pkgutil.get_data(package, file) or b"", file).body:
         if isinstance(node, ast.Assign):
             names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            found |= {name: (f"{package}.{file.partition('.')[0]}", name) for name in names if name[0] != "_"}
+            places |= {name: (f"{package}.{file.partition('.')[0]}", name) for name in names if name[0] != "_"}
         if not isinstance(node, ast.ImportFrom) or node.module is None:
             continue
         for alias in node.names:
             if alias.name == "*":
-                found |= _read(package, f"{node.module.rpartition('.')[2]}.py")
+                places |= _read(package, f"{node.module.rpartition('.')[2]}.py")
             elif alias.asname is not None:  # `as` says that the name is public
                 is_module = node.module == package
-                found[alias.asname] = (f"{package}.{alias.name}", "") if is_module else (node.module, alias.name)
-    return found
+                places[alias.asname] = (f"{package}.{alias.name}", "") if is_module else (node.module, alias.name)
+    return places

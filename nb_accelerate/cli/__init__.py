@@ -79,10 +79,10 @@ class _Parser(argparse.ArgumentParser):
             if why := why_refused(flag):
                 raise ConfigError(f"{flag}: {why}.")
             command: _Parser = parsed.command
-            known = [name for action in command._actions for name in action.option_strings]
+            flags = [name for action in command._actions for name in action.option_strings]
             below = [name for action in command._actions for name in action.choices or () if not action.option_strings]
             meant = flag.lstrip("-")
-            hint = f" Did you mean '{command.prog} {meant}'?" if meant in below else suggest(flag, known)
+            hint = f" Did you mean '{command.prog} {meant}'?" if meant in below else suggest(flag, flags)
             command.error(f"unknown: {' '.join(unknown)}.{hint}")
         return parsed
 

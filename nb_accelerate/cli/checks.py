@@ -40,10 +40,10 @@ def _check_ranks(accelerator: Accelerator) -> str:
     from nb_accelerate.utils.operations import gather_object
 
     mine = (accelerator.process_index, str(accelerator.device))
-    found = gather_object([mine])
-    ranks = [rank for rank, _ in found]
+    answers = gather_object([mine])
+    ranks = [rank for rank, _ in answers]
     _expect("the ranks that answered", ranks, [*range(accelerator.num_processes)])
-    return f"{len(ranks)} on {', '.join(dict.fromkeys(device for _, device in found))}"
+    return f"{len(ranks)} on {', '.join(dict.fromkeys(device for _, device in answers))}"
 
 
 def _check_collectives(accelerator: Accelerator) -> str:

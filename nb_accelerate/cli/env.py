@@ -73,8 +73,8 @@ def _configuration() -> str:
         return str(error)
     if file is None:
         return f"none (nb-accelerate config writes {default_path()})"
-    said = ", ".join(f"{key}={value}" for key, value in sorted(file.values.items()) if value not in (None, {}, []))
-    return f"{file.path}: {said}"
+    settings = ", ".join(f"{key}={value}" for key, value in sorted(file.values.items()) if value not in (None, {}, []))
+    return f"{file.path}: {settings}"
 
 
 def _torch() -> Iterator[tuple[str, str]]:

@@ -62,9 +62,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from nb_accelerate.errors import ConfigError
 
     others = ("batch_size", "sequence_length") if arguments.inference else ("gpu_memory", "cpu_memory")
-    given = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) is not None]
-    if given:
-        raise ConfigError(f"{given[0]} counts {'without' if arguments.inference else 'with'} --inference only")
+    flags = [f"--{name.replace('_', '-')}" for name in others if getattr(arguments, name) is not None]
+    if flags:
+        raise ConfigError(f"{flags[0]} counts {'without' if arguments.inference else 'with'} --inference only")
     sys.path.insert(0, str(Path.cwd()))  # where module:Class of one's own lies
     if ":" not in arguments.model and not Path(arguments.model).exists():
         print(f"reading the configuration of {arguments.model} from the Hub", file=sys.stderr, flush=True)

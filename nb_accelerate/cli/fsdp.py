@@ -103,11 +103,11 @@ def convert(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     """Return the ``fsdp_config`` of version 2 for one of version 1, and why keys were left out, by key."""
     from nb_accelerate.base.config.fsdp import RESHARDS
 
-    found: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for key, value in section.items():
         if key in {"fsdp_sharding_strategy", "fsdp_reshard_after_forward"}:
             name = _NUMBERED.get(str(value), value)
-            found["fsdp_reshard_after_forward"] = {**RESHARDS, "NO_SHARD": False}.get(name, name)
+            converted["fsdp_reshard_after_forward"] = {**RESHARDS, "NO_SHARD": False}.get(name, name)
         elif key not in _REMOVED:
-            found[key] = value
-    return {**found, "fsdp_version": 2}, {key: why for key, why in _REMOVED.items() if key in section}
+            converted[key] = value
+    return {**converted, "fsdp_version": 2}, {key: why for key, why in _REMOVED.items() if key in section}

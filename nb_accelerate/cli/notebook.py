@@ -314,19 +314,19 @@ def read_parameters(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the values of pairs such as ``lr=0.1`` by name. They are YAML."""
     import yaml
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
             raise ConfigError(f"-p {pair!r} says no value. Write -p {pair}=VALUE")
         try:
-            found[name.strip()] = yaml.safe_load(text)
+            values[name.strip()] = yaml.safe_load(text)
         except yaml.YAMLError:
-            found[name.strip()] = text
-    for name in found:
+            values[name.strip()] = text
+    for name in values:
         if not str(name).isidentifier():
             raise ConfigError(f"-p {name!r} is not a name that a cell could assign to")
-    return found
+    return values
 
 
 def set_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
@@ -338,11 +338,12 @@ def set_parameters(notebook: NotebookNode, values: Mapping[str, Any]) -> None:
             "the notebook has no parameters: none of its cells has the tag 'parameters'. Add the tag to the cell that "
             "assigns the defaults"
         )
-    known = sorted(_assigned(cells[defaults].source))
+    parameters = sorted(_assigned(cells[defaults].source))
     for name in values:
-        if name not in known:
+        if name not in parameters:
             raise ConfigError(
-                f"the notebook has no parameter {name!r}.{suggest(name, known)} It has: {', '.join(known) or 'none'}"
+                f"the notebook has no parameter {name!r}.{suggest(name, parameters)} It has: "
+                f"{', '.join(parameters) or 'none'}"
             )
     cells[:] = [cell for cell in cells if _INJECTED not in _tags(cell)]
     lines = ["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())]

@@ -111,11 +111,11 @@ def find_runs() -> list[Run]:
             if _RANK.fullmatch(process.name()) and process.uids().real == os.getuid():
                 owner = _owner_of(process)
                 ranks.setdefault(owner.pid, []).append(process)
-    found = []
+    runs = []
     for pid, processes in sorted(ranks.items()):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            found.append(_describe(psutil.Process(pid), processes))
-    return found
+            runs.append(_describe(psutil.Process(pid), processes))
+    return runs
 
 
 def _owner_of(rank: psutil.Process) -> psutil.Process:

@@ -41,10 +41,10 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     collectives = current_collectives()
     received = operations.broadcast(collectives, tensor, from_process)
     if collectives.rank != from_process:
-        for own, sent in zip(tensors_in(tensor), tensors_in(received), strict=True):
-            is_expanded = any(not step and size > 1 for step, size in zip(own.stride(), own.shape, strict=True))
-            if own is not sent and not is_expanded:
-                own.data.copy_(sent)  # unseen by autograd, as in torch's own broadcast
+        for mine, sent in zip(tensors_in(tensor), tensors_in(received), strict=True):
+            is_expanded = any(not step and size > 1 for step, size in zip(mine.stride(), mine.shape, strict=True))
+            if mine is not sent and not is_expanded:
+                mine.data.copy_(sent)  # unseen by autograd, as in torch's own broadcast
     return received
 
 

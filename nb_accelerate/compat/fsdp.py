@@ -157,9 +157,9 @@ def load_fsdp_model(
     state = run_on_all_ranks(core.collectives, read)
     core.strategy.load_model_state(inner, state, strict=strict)
     accelerator.wait_for_everyone()
-    known = inner.state_dict()
+    current = inner.state_dict()
     return _IncompatibleKeys(
-        [name for name in known if name not in state], [name for name in state if name not in known]
+        [name for name in current if name not in state], [name for name in state if name not in current]
     )
 
 
@@ -277,9 +277,9 @@ class _StateFiles:
         folder = Path(folder).expanduser()
         path = folder if self.is_folder and folder.name == self._name else folder / self._name
         if not (path / METADATA_NAME if self.is_folder else path).is_file():
-            found = ", ".join(sorted(other.name for other in folder.glob(f"{self._stem}*")))
+            others = ", ".join(sorted(other.name for other in folder.glob(f"{self._stem}*")))
             raise CheckpointError(
-                f"{path} is not there, or not complete. {folder} has {found or 'nothing of this kind'}. Give "
+                f"{path} is not there, or not complete. {folder} has {others or 'nothing of this kind'}. Give "
                 "state_dict_type and use_dcp as when it was saved."
             )
         return path
@@ -411,8 +411,8 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
         model: the model.
         return_fqns: return pairs of a name, ``""`` for the model, and a module.
     """
-    found = [*_bottom_up("", model)]
-    return found if return_fqns else [module for _, module in found]
+    modules = [*_bottom_up("", model)]
+    return modules if return_fqns else [module for _, module in modules]
 
 
 def _bottom_up(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:

@@ -42,8 +42,8 @@ class PrepareForLaunch:
         try:
             self.distributed_type = DistributedType(str(distributed_type))
         except ValueError:
-            known = ", ".join(member.value for member in DistributedType)
-            raise ConfigError(f"distributed_type={distributed_type!r} is none of: {known}.") from None
+            names = ", ".join(member.value for member in DistributedType)
+            raise ConfigError(f"distributed_type={distributed_type!r} is none of: {names}.") from None
         self.launcher = launcher
         self.debug = debug
 

@@ -149,11 +149,11 @@ def get_module_size_with_ties(
         module_sizes: the result of `compute_module_sizes`.
         modules_to_treat: names and modules among which the parameters are looked for.
     """
-    found = [
+    owners = [
         next((name, module) for name, module in modules_to_treat if tied.startswith(f"{name}.")) for tied in tied_params
     ]
-    others = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in zip(tied_params, found, strict=True))
-    return module_size + others, [name for name, _ in found], [module for _, module in found]
+    others = sum(module_sizes[name] - module_sizes[tied] for tied, (name, _) in zip(tied_params, owners, strict=True))
+    return module_size + others, [name for name, _ in owners], [module for _, module in owners]
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:

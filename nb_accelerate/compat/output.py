@@ -41,8 +41,8 @@ class MultiProcessAdapter(_Adapter):
         # In order, all processes enter every barrier, also those whose level does not show the message.
         for mine in turns or [not main_process_only or context.topology_here().is_main]:
             if mine and self.isEnabledFor(level):
-                said, options = self.process(msg, kwargs)
-                self.logger.log(level, said, *args, **options)
+                text, options = self.process(msg, kwargs)
+                self.logger.log(level, text, *args, **options)
             if collectives:
                 collectives.barrier()
 

@@ -45,10 +45,10 @@ def resolve_accumulation(
     if steps is not None:
         check_whole("gradient_accumulation_steps", steps, at_least=1)
     plugin = check_options("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
-    given = plugin or GradientAccumulationPlugin()
-    if steps is not None and given.num_steps is not None and steps != given.num_steps:
+    chosen = plugin or GradientAccumulationPlugin()
+    if steps is not None and chosen.num_steps is not None and steps != chosen.num_steps:
         raise ConfigError(
-            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin.num_steps={given.num_steps} "
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin.num_steps={chosen.num_steps} "
             "contradict each other. Write the number in one of them only."
         )
-    return replace(given, num_steps=given.num_steps or environment.gradient_accumulation_steps or steps or 1)
+    return replace(chosen, num_steps=chosen.num_steps or environment.gradient_accumulation_steps or steps or 1)

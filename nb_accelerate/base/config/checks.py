@@ -29,12 +29,12 @@ def shown(value: object) -> str:
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     """Return ``value`` as one of ``choices``, which are in small letters; case does not matter."""
-    known = tuple(choices)
+    words = tuple(choices)
     word = str(getattr(value, "value", value)).lower()
-    if word in known:
+    if word in words:
         return word
-    listed = ", ".join(repr(choice) for choice in known)
-    raise ConfigError(f"{name}={shown(value)} is not a choice.{suggest(word, known)} Write one of: {listed}.")
+    listed = ", ".join(repr(choice) for choice in words)
+    raise ConfigError(f"{name}={shown(value)} is not a choice.{suggest(word, words)} Write one of: {listed}.")
 
 
 def check_whole(name: str, value: object, *, at_least: int) -> int:

@@ -130,24 +130,24 @@ class DeepSpeedPlugin(KwargsHandler):
     def _merge(self) -> None:
         """Put fields into the configuration, and what only the configuration says into fields."""
         config = self.hf_ds_config.config
-        said = {key: getattr(self, name) for name, key in _KEYS.items() if getattr(self, name) is not None}
+        fields = {key: getattr(self, name) for name, key in _KEYS.items() if getattr(self, name) is not None}
         # What this plugin has put there itself may be changed.
-        own: set[str] = set(getattr(self, "_own_keys", ()))
-        found = contradictions(config, {key: value for key, value in said.items() if key not in own})
-        if found:
+        own_keys: set[str] = set(getattr(self, "_own_keys", ()))
+        problems = contradictions(config, {key: value for key, value in fields.items() if key not in own_keys})
+        if problems:
             raise ConfigError(
-                f"DeepSpeedPlugin and its configuration contradict each other: {'; '.join(found)}. Write each in one "
-                'of the two places only, or "auto" in the configuration.'
+                f"DeepSpeedPlugin and its configuration contradict each other: {'; '.join(problems)}. Write each in "
+                'one of the two places only, or "auto" in the configuration.'
             )
-        for key, value in said.items():
+        for key, value in fields.items():
             *sections, last = key.split(".")
             node = config
             for section in sections:
                 node = node.setdefault(section, {})
-            if node.get(last) in {None, AUTO} or key in own:
+            if node.get(last) in {None, AUTO} or key in own_keys:
                 node[last] = value
-                own.add(key)
-        self._set("_own_keys", frozenset(own))
+                own_keys.add(key)
+        self._set("_own_keys", frozenset(own_keys))
         stage = self.get_value("zero_optimization.stage")
         if stage is not None and stage != AUTO:
             self._check_offload(check_whole("zero_optimization.stage", stage, at_least=0))
@@ -229,14 +229,14 @@ class DeepSpeedPlugin(KwargsHandler):
         Raises:
             ConfigError: a key has another value, or none.
         """
-        found: list[str] = [] if mismatches is None else mismatches
+        problems: list[str] = [] if mismatches is None else mismatches
         for key, value in (self.deepspeed_config if config is None else config).items():
             if isinstance(value, dict):
-                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
+                self.deepspeed_config_process(f"{prefix}{key}.", problems, value, must_match, **kwargs)
             else:
-                self.fill_match(prefix + key, found, must_match, **kwargs)
-        if found and not prefix:
-            raise ConfigError(f"The DeepSpeed configuration contradicts what is asked for: {'; '.join(found)}.")
+                self.fill_match(prefix + key, problems, must_match, **kwargs)
+        if problems and not prefix:
+            raise ConfigError(f"The DeepSpeed configuration contradicts what is asked for: {'; '.join(problems)}.")
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Switch one precision on in the configuration, where it leaves that open.
@@ -290,17 +290,17 @@ class DeepSpeedPlugin(KwargsHandler):
             ConfigError: the model has no such layer.
         """
         names = [name.strip() for name in (self.transformer_moe_cls_names or "").split(",") if name.strip()]
-        known = {type(part).__name__: type(part) for part in model.modules()}
-        missing = [name for name in names if name not in known]
+        classes = {type(part).__name__: type(part) for part in model.modules()}
+        missing = [name for name in names if name not in classes]
         if missing:
             raise ConfigError(
                 f"transformer_moe_cls_names names {', '.join(missing)}, and {type(model).__name__} has no such layer. "
-                f"It has {', '.join(sorted(known))}."
+                f"It has {', '.join(sorted(classes))}."
             )
         if names:
             import deepspeed
 
-            deepspeed.utils.set_z3_leaf_modules(model, [known[name] for name in names])
+            deepspeed.utils.set_z3_leaf_modules(model, [classes[name] for name in names])
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Refuse: ``accelerator.state.select_deepspeed_plugin(name)`` selects one of several plugins.
@@ -354,20 +354,20 @@ def resolve_deepspeed(
 
 def _complete(plugin: DeepSpeedPlugin, environment: Environment) -> None:
     """Take from the environment what a plugin leaves open. What its configuration says counts more."""
-    found = fields_in(environment, plugin, _VARIABLES)
+    values = fields_in(environment, plugin, _VARIABLES)
     clipping = environment.text(DEEPSPEED["gradient_clipping"])
     if plugin.gradient_clipping is None and clipping not in {None, AUTO}:
         try:
-            found["gradient_clipping"] = float(str(clipping))
+            values["gradient_clipping"] = float(str(clipping))
         except ValueError:
             raise ConfigError(f"ACCELERATE_GRADIENT_CLIPPING={clipping!r} is not a number. Write 1.0, say.") from None
     if plugin.zero_stage is None:
-        found.setdefault("zero_stage", 2)
+        values.setdefault("zero_stage", 2)
     for name in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        if found.get(name) == "none":  # accelerate's launcher always sets them
-            del found[name]
-    if found:
-        completed = replace(plugin, **found, hf_ds_config=HfDeepSpeedConfig(plugin.hf_ds_config))
-        vars(plugin).update({name: getattr(completed, name) for name in (*found, "_own_keys")})
+        if values.get(name) == "none":  # accelerate's launcher always sets them
+            del values[name]
+    if values:
+        completed = replace(plugin, **values, hf_ds_config=HfDeepSpeedConfig(plugin.hf_ds_config))
+        vars(plugin).update({name: getattr(completed, name) for name in (*values, "_own_keys")})
         plugin.hf_ds_config.config.clear()
         plugin.hf_ds_config.config.update(completed.hf_ds_config.config)

@@ -97,25 +97,25 @@ def _node_of(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
     return config if isinstance(config, dict) else None, key
 
 
-def read_deepspeed_config(given: Any) -> dict[str, Any]:
+def read_deepspeed_config(source: Any) -> dict[str, Any]:
     """Return a DeepSpeed configuration, given as to `HfDeepSpeedConfig`, as nested dicts that belong to the caller."""
-    if isinstance(given, HfDeepSpeedConfig) or isinstance(getattr(given, "config", None), dict):
-        return copy.deepcopy(given.config)
-    if isinstance(given, dict):
-        return copy.deepcopy(given)
-    if not isinstance(given, (str, os.PathLike)):
+    if isinstance(source, HfDeepSpeedConfig) or isinstance(getattr(source, "config", None), dict):
+        return copy.deepcopy(source.config)
+    if isinstance(source, dict):
+        return copy.deepcopy(source)
+    if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
-            f"hf_ds_config={shown(given)} is {described(given)}. Write the path of a JSON file, or the configuration "
+            f"hf_ds_config={shown(source)} is {described(source)}. Write the path of a JSON file, or the configuration "
             "as a dict."
         )
-    text = str(given)
-    path = Path(given).expanduser()
+    text = str(source)
+    path = Path(source).expanduser()
     is_file = len(text) < 4096 and path.is_file()
     for read in (lambda: path.read_text(encoding="utf-8") if is_file else text, lambda: base64.urlsafe_b64decode(text)):
         with contextlib.suppress(ValueError):
-            found = json.loads(read())
-            if isinstance(found, dict):
-                return found
+            config = json.loads(read())
+            if isinstance(config, dict):
+                return config
     raise ConfigError(
         f"hf_ds_config={text[:200]!r} is {'not a file with' if is_file else 'no file, and'} no JSON object either. "
         "Write the path of a DeepSpeed configuration, or the configuration as a dict."
@@ -129,13 +129,13 @@ def contradictions(config: Mapping[str, Any], values: Mapping[str, Any]) -> list
         config: nested dicts; what is ``"auto"`` in them contradicts nothing.
         values: by dotted names.
     """
-    found = []
+    problems = []
     for name, value in values.items():
         node, key = _node_of(config, name)
         configured = None if node is None else node.get(key)
         if configured not in (None, AUTO, value):
-            found.append(f"{name} is {configured!r} in the configuration and {value!r} here")
-    return found
+            problems.append(f"{name} is {configured!r} in the configuration and {value!r} here")
+    return problems
 
 
 def filled(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

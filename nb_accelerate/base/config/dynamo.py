@@ -97,16 +97,16 @@ class TorchDynamoPlugin(KwargsHandler):
         """Take what was not given from the environment, if a backend is named there."""
         if environment.text(_VARIABLES["backend"]) is None:
             return
-        found = fields_in(environment, self, _VARIABLES)
+        values = fields_in(environment, self, _VARIABLES)
         if self.options is not None:
-            found.pop("mode", None)
-        for field, value in found.items():
+            values.pop("mode", None)
+        for field, value in values.items():
             setattr(self, field, value)
 
     @override
     def to_kwargs(self) -> dict[str, Any]:
-        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
-        return given | ({"backend": str(self.backend).lower()} if "backend" in given else {})
+        values = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+        return values | ({"backend": str(self.backend).lower()} if "backend" in values else {})
 
     @property
     def is_on(self) -> bool:
@@ -115,10 +115,10 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_compile(self) -> dict[str, Any]:
         """Return the arguments of `torch.compile` that differ from their defaults."""
-        given = self.to_kwargs()
-        given.pop("use_regional_compilation", None)
+        arguments = self.to_kwargs()
+        arguments.pop("use_regional_compilation", None)
         name = str(self.backend).lower()
-        return given | {"backend": _RENAMED.get(name, name)}
+        return arguments | {"backend": _RENAMED.get(name, name)}
 
 
 def resolve_dynamo(
@@ -134,8 +134,8 @@ def resolve_dynamo(
             "dynamo_backend and dynamo_plugin were both given. Write TorchDynamoPlugin(backend=...) and leave "
             "dynamo_backend out."
         )
-    given = check_options("dynamo_plugin", plugin, TorchDynamoPlugin) or TorchDynamoPlugin(backend=backend)
-    if given.backend is None:
-        given._complete(environment)  # noqa: SLF001 - it may name other variables than those of this process
-        given.backend = given.backend or DynamoBackend.NO
-    return given
+    chosen = check_options("dynamo_plugin", plugin, TorchDynamoPlugin) or TorchDynamoPlugin(backend=backend)
+    if chosen.backend is None:
+        chosen._complete(environment)  # noqa: SLF001 - it may name other variables than those of this process
+        chosen.backend = chosen.backend or DynamoBackend.NO
+    return chosen

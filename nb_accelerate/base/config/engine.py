@@ -86,17 +86,17 @@ class EngineOptions:
             )
 
     @classmethod
-    def chosen(cls, said: Mapping[str, Any], **given: Any) -> EngineOptions:
-        """Return options, some given by a call and the rest by ``said``.
+    def chosen(cls, settings: Mapping[str, Any], **given: Any) -> EngineOptions:
+        """Return options, some given by a call and the rest by ``settings``.
 
         Args:
             said: elsewhere, for all calls. What the engine of this one does not take is not used.
             given: by name; None for what is not given.
         """
         options = {name: value for name, value in given.items() if value is not None}
-        engine = options.setdefault("engine", said.get("engine", "auto"))
+        engine = options.setdefault("engine", settings.get("engine", "auto"))
         row = ENGINES.get(str(engine).lower(), EngineRow(opens=""))
-        return cls(**{name: said[name] for name in (*row.needs, *row.takes) if name in said} | options)
+        return cls(**{name: settings[name] for name in (*row.needs, *row.takes) if name in settings} | options)
 
     @property
     def is_local(self) -> bool:
@@ -133,13 +133,13 @@ class EngineOptions:
 
 def split_host(host: str) -> tuple[str, int | None]:
     """Return the name of a machine and its number of ranks, of ``user@a:8``, ``a`` or ``[fd00::1]:8``."""
-    found = _HOST.fullmatch(host)
-    if found is None or found["ranks"] == "0":
+    match = _HOST.fullmatch(host)
+    if match is None or match["ranks"] == "0":
         raise ConfigError(
             f"hosts has {host!r}, which is not the name of a machine with a number of ranks. Write 'a:8' or 'me@a:8', "
             "and a port of ssh into ~/.ssh/config"
         )
-    return found["name"].strip("[]"), int(found["ranks"]) if found["ranks"] else None
+    return match["name"].strip("[]"), int(match["ranks"]) if match["ranks"] else None
 
 
 def _checked_hosts(hosts: Any) -> tuple[str, ...]:

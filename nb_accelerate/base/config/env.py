@@ -119,14 +119,14 @@ class Environment:
         An option that the call does not give is what ``%distributed config`` has set, or else its environment variable
         (``NB_ACCELERATE_ENGINE``, ``NB_ACCELERATE_HOSTS`` ...), or else what the configuration file says.
         """
-        said = {
+        settings = {
             name: word for name, variable in VARIABLES.items() if (word := self.variables.get(variable, "").strip())
         }
         if not self._is_given:
             file = read_config()
             of_notebook = {name: SESSION_DEFAULTS[name] for name in VARIABLES if name in SESSION_DEFAULTS}
-            said = {**(file.section("engine_config") if file is not None else {}), **said, **of_notebook}
-        return EngineOptions.chosen(said, **given)
+            settings = {**(file.section("engine_config") if file is not None else {}), **settings, **of_notebook}
+        return EngineOptions.chosen(settings, **given)
 
     @property
     def resume(self) -> bool | None:

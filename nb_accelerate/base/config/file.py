@@ -192,22 +192,22 @@ class ConfigFile:
         """
         if self.get("num_machines", 1) > 1:
             return {}
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.get("num_processes", -1) > 0:
-            found["num_processes"] = self.values["num_processes"]
+            arguments["num_processes"] = self.values["num_processes"]
         if self.get("distributed_type") == DistributedType.MULTI_CPU:
-            found["devices"] = "cpu"
+            arguments["devices"] = "cpu"
         elif self.get("gpu_ids", "all") != "all" and not self.get("use_cpu"):
-            found["devices"] = [int(number) for number in self.values["gpu_ids"].split(",")]
-        return found
+            arguments["devices"] = [int(number) for number in self.values["gpu_ids"].split(",")]
+        return arguments
 
-    def as_variables(self, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    def as_variables(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the environment variables that say the same to an `Accelerator`.
 
         Those of the engine of the file are left out where the given environment turns it off.
         """
         kind = self.get("distributed_type")
-        is_off = (given or {}).get(USES.get(kind, ""), "").strip().lower() in NO_WORDS
+        is_off = (environment or {}).get(USES.get(kind, ""), "").strip().lower() in NO_WORDS
         return self.general_variables() | ({} if is_off else self.engine_variables(kind))
 
     def engine_variables(self, kind: str | None) -> dict[str, str]:
@@ -220,8 +220,8 @@ class ConfigFile:
             section = self.section("deepspeed_config")
             # Which keys the file decides, for accelerate: a file of DeepSpeed must not say others.
             fields = [*section, *(["mixed_precision"] if precision is not None else [])]
-            said = {"ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields).lower()}
-            return {USES[kind]: "true", **said, **section_variables("deepspeed_config", section)}
+            decided = {"ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields).lower()}
+            return {USES[kind]: "true", **decided, **section_variables("deepspeed_config", section)}
         if kind == DistributedType.XLA and precision == PrecisionType.BF16 and self.get("downcast_bf16"):
             # By this torch_xla keeps all numbers in half the bits. accelerate's launcher sets ``XLA_USE_BF16`` with
             # bf16 alone, by which weights and the state of optimizers lose these bits.
@@ -230,15 +230,15 @@ class ConfigFile:
 
     def general_variables(self) -> dict[str, str]:
         """Return the variables that are the same for all engines."""
-        found = variables_of(self.values, GENERAL)
+        variables = variables_of(self.values, GENERAL)
         if self.get("distributed_type") == DistributedType.MULTI_CPU:
-            found["ACCELERATE_USE_CPU"] = "true"
+            variables["ACCELERATE_USE_CPU"] = "true"
         if self.get("mixed_precision") == PrecisionType.FP8:
             section = self.section("fp8_config")
-            found |= {f"ACCELERATE_FP8_{key.upper()}": as_text(value) for key, value in section.items()}
+            variables |= {f"ACCELERATE_FP8_{key.upper()}": as_text(value) for key, value in section.items()}
         if mesh := section_variables("parallelism_config", self.section("parallelism_config")):
-            found |= {USE_MESH: "true", **mesh}
-        return found | section_variables("dynamo_config", self.section("dynamo_config"))
+            variables |= {USE_MESH: "true", **mesh}
+        return variables | section_variables("dynamo_config", self.section("dynamo_config"))
 
 
 NO_FILE = ConfigFile(path=Path(), values={})  # stands for a configuration file that says nothing, where there is none
@@ -276,12 +276,12 @@ def _read(file: Path, changed: int) -> ConfigFile:  # noqa: ARG001 - a file that
     Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
+        values = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)  # noqa: S506 - a safe one
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"The configuration file {str(file)!r} cannot be read: {error}.") from None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"The configuration file {str(file)!r} has no lines such as 'num_processes: 2'.")
-    return ConfigFile(path=file, **_checked(file, found))
+    return ConfigFile(path=file, **_checked(file, values))
 
 
 def write_config(values: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:

@@ -133,21 +133,21 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             )
 
     def _check_reshard(self) -> None:
-        given: Any = self.reshard_after_forward
-        if given is not None and not isinstance(given, bool):
+        reshard: Any = self.reshard_after_forward
+        if reshard is not None and not isinstance(reshard, bool):
             # The word of an environment variable, or a strategy, as version 1 has it.
-            word = _name_of(given)
-            given = RESHARDS.get(word, {"TRUE": True, "FALSE": False}.get(word, given))
-            check_flag("reshard_after_forward", given)
+            word = _name_of(reshard)
+            reshard = RESHARDS.get(word, {"TRUE": True, "FALSE": False}.get(word, reshard))
+            check_flag("reshard_after_forward", reshard)
         if self.sharding_strategy is not None:
             wanted = RESHARDS[self.sharding_strategy]
-            if given not in {None, wanted}:
+            if reshard not in {None, wanted}:
                 raise ConfigError(
                     f"sharding_strategy={self.sharding_strategy!r} means reshard_after_forward={wanted}, and "
-                    f"reshard_after_forward={given} was given too. Leave sharding_strategy out."
+                    f"reshard_after_forward={reshard} was given too. Leave sharding_strategy out."
                 )
-            given = wanted
-        self._set("reshard_after_forward", given)
+            reshard = wanted
+        self._set("reshard_after_forward", reshard)
 
     @property
     def saves_shards(self) -> bool:
@@ -282,25 +282,25 @@ def resolve_fsdp(
     plugin: FullyShardedDataParallelPlugin | None, environment: Environment
 ) -> FullyShardedDataParallelPlugin | None:
     """Choose how models are sharded: the plugin, then ``FSDP_*`` variables; None if nothing asks for it."""
-    given = check_options("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
-    if given is None and not environment.flag(USES["FSDP"]):
+    options = check_options("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
+    if options is None and not environment.flag(USES["FSDP"]):
         return None
-    given = given or FullyShardedDataParallelPlugin()
+    options = options or FullyShardedDataParallelPlugin()
     variables = {key.removeprefix("fsdp_"): name for key, name in FSDP.items() if key not in _DEPENDENT}
-    found = fields_in(environment, given, {"fsdp_version": FSDP["fsdp_version"], **variables})
-    if given.cpu_offload is None:
-        found["cpu_offload"] = environment.flag("FSDP_OFFLOAD_PARAMS")
+    values = fields_in(environment, options, {"fsdp_version": FSDP["fsdp_version"], **variables})
+    if options.cpu_offload is None:
+        values["cpu_offload"] = environment.flag("FSDP_OFFLOAD_PARAMS")
     # accelerate's launcher always sets both, and looks at the strategy with version 1 only.
-    if given.reshard_after_forward is None:
-        is_first = found.get("fsdp_version") == 1
+    if options.reshard_after_forward is None:
+        is_first = values.get("fsdp_version") == 1
         name = "sharding_strategy" if is_first else "reshard_after_forward"
-        found[name] = environment.text(f"FSDP_{name.upper()}")
+        values[name] = environment.text(f"FSDP_{name.upper()}")
     # It sets a size and classes for every policy, too.
-    policy = given.auto_wrap_policy or found.get("auto_wrap_policy")
+    policy = options.auto_wrap_policy or values.get("auto_wrap_policy")
     policy = policy.lower() if isinstance(policy, str) else policy
-    if policy == "size_based_wrap" and given.min_num_params is None:
-        found["min_num_params"] = environment.whole("FSDP_MIN_NUM_PARAMS") or None
-    uses_classes = policy in {None, "transformer_based_wrap"} and given.min_num_params is None
-    if uses_classes and given.transformer_cls_names_to_wrap is None:
-        found["transformer_cls_names_to_wrap"] = environment.text("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    return replace(given, **found) if any(value is not None for value in found.values()) else given
+    if policy == "size_based_wrap" and options.min_num_params is None:
+        values["min_num_params"] = environment.whole("FSDP_MIN_NUM_PARAMS") or None
+    uses_classes = policy in {None, "transformer_based_wrap"} and options.min_num_params is None
+    if uses_classes and options.transformer_cls_names_to_wrap is None:
+        values["transformer_cls_names_to_wrap"] = environment.text("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    return replace(options, **values) if any(value is not None for value in values.values()) else options

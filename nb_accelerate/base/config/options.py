@@ -54,11 +54,11 @@ class Options:
         if not getattr(self, "_is_built", False):
             self._set(name, value)
             return
-        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # as above
-        if name not in known:
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]  # as above
+        if name not in names:
             raise AttributeError(
-                f"{type(self).__name__} has no field {name!r}, so setting it would do nothing.{suggest(name, known)} "
-                f"Its fields are {', '.join(known)}."
+                f"{type(self).__name__} has no field {name!r}, so setting it would do nothing.{suggest(name, names)} "
+                f"Its fields are {', '.join(names)}."
             )
         before = getattr(self, name)
         self._set(name, value)
@@ -87,9 +87,9 @@ def fields_in(environment: Environment, options: Options, variables: Mapping[str
         "bool | None": environment.flag,
         "int | None": environment.whole,
     }
-    found = {
+    values = {
         field.name: readers.get(field.type, environment.text)(variables[field.name])
         for field in dataclasses.fields(options)  # type: ignore[arg-type]  # as above
         if field.name in variables and getattr(options, field.name) == field.default
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}

@@ -281,17 +281,17 @@ def resolve_parallelism(
     config: ParallelismConfig | None, plugin: TorchTensorParallelPlugin | None, environment: Environment
 ) -> ParallelismConfig | None:
     """Choose how ranks are laid out: the argument, then ``PARALLELISM_CONFIG_*`` variables; None if nothing says."""
-    given = check_options("parallelism_config", config, ParallelismConfig)
+    layout = check_options("parallelism_config", config, ParallelismConfig)
     tensor = check_options("torch_tp_plugin", plugin, TorchTensorParallelPlugin)
     if tensor is not None:
-        if given is not None and given.tp_size not in {None, tensor.tp_size}:
+        if layout is not None and layout.tp_size not in {None, tensor.tp_size}:
             raise ConfigError(
-                f"torch_tp_plugin says tp_size={tensor.tp_size}, and parallelism_config tp_size={given.tp_size}. Leave "
-                "torch_tp_plugin out."
+                f"torch_tp_plugin says tp_size={tensor.tp_size}, and parallelism_config tp_size={layout.tp_size}. "
+                "Leave torch_tp_plugin out."
             )
-        given = replace(given or ParallelismConfig(), tp_size=tensor.tp_size)
-    if given is None and not environment.flag(USE_MESH):
+        layout = replace(layout or ParallelismConfig(), tp_size=tensor.tp_size)
+    if layout is None and not environment.flag(USE_MESH):
         return None
-    given = given or ParallelismConfig()
-    found = fields_in(environment, given, _VARIABLES)
-    return replace(given, **found) if found else given
+    layout = layout or ParallelismConfig()
+    values = fields_in(environment, layout, _VARIABLES)
+    return replace(layout, **values) if values else layout

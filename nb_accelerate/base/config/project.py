@@ -56,8 +56,8 @@ class SaveInterval:
     @classmethod
     def parse(cls, text: object) -> SaveInterval:
         """Parse ``"500 steps"``, ``"10 min"`` or ``"1 epoch"``; a whole number counts steps."""
-        given = f"{text} steps" if isinstance(text, int) and not isinstance(text, bool) else str(text)
-        match = _INTERVAL.fullmatch(given.strip().lower())
+        words = f"{text} steps" if isinstance(text, int) and not isinstance(text, bool) else str(text)
+        match = _INTERVAL.fullmatch(words.strip().lower())
         unit, factor = _UNITS.get(match[2], ("", 0.0)) if match else ("", 0.0)
         amount = float(match[1]) * factor if match else 0.0
         is_whole = unit == "seconds" or amount.is_integer()

@@ -39,8 +39,8 @@ def _launch_variables(number: int) -> tuple[tuple[str, str], ...]:
             command, capture_output=True, text=True, timeout=_SECONDS, check=True, env=dict(os.environ)
         )
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().rpartition("\n")[2]
-        raise OSError(f"torch_tpu could not prepare a launch of {number} processes: {said}") from error
+        message = error.stderr.strip().rpartition("\n")[2]
+        raise OSError(f"torch_tpu could not prepare a launch of {number} processes: {message}") from error
     except subprocess.TimeoutExpired as error:
         raise OSError(f"torch_tpu has not prepared a launch of {number} processes in {_SECONDS} s.") from error
     return tuple(json.loads(run.stdout.strip().rpartition("\n")[2]).items())

@@ -51,14 +51,14 @@ def _num_processes(chips: int) -> int:
 
 def num_chips() -> int:
     """Return how many TPU chips are on the PCI bus of this machine."""
-    found = 0
+    count = 0
     for vendor in _BUS.glob("*/vendor"):
         try:
             if vendor.read_text().strip() == _VENDOR:
-                found += vendor.with_name("device").read_text().strip() in _CHIPS
+                count += vendor.with_name("device").read_text().strip() in _CHIPS
         except OSError:  # it was taken out of the machine meanwhile
             continue
-    return found
+    return count
 
 
 def is_started() -> bool:

@@ -57,8 +57,8 @@ _PHASES, _COLLECTIVES = tuple(Phase), tuple(Collective)
 
 def phase_of(number: int) -> Phase:
     """Return the phase of a number on a page. A rank whose number means nothing is running."""
-    known = _PHASES[number] if 0 <= number < len(_PHASES) else Phase.NOTHING
-    return known or Phase.RUNNING
+    phase = _PHASES[number] if 0 <= number < len(_PHASES) else Phase.NOTHING
+    return phase or Phase.RUNNING
 
 
 def collective_of(number: int) -> Collective | None:

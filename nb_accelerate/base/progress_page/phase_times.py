@@ -60,15 +60,15 @@ def clock_of(words: memoryview[int]) -> tuple[Callable[[int], None], Callable[[]
 
 def seconds_in(words: Sequence[int], now: int) -> dict[Phase, float]:
     """Return the seconds that were spent in each phase of `WORK` that took any; `now` is a `time.monotonic_ns`."""
-    found = {}
+    seconds = {}
     current = layout.NANOSECONDS + words[layout.PHASE]
     for phase, slot in _WORK_SLOTS:
         spent = words[slot]
         if slot == current:
             spent += _open(words, now)
         if 0 < spent < _ENDLESS:
-            found[phase] = spent / 1e9
-    return found
+            seconds[phase] = spent / 1e9
+    return seconds
 
 
 def _open(words: Sequence[int] | memoryview[int], now: int) -> int:

@@ -157,20 +157,20 @@ def _answer(memory: Buffer, saved: int) -> tuple[int, bool, str]:
 
 
 def _scalars(memory: Buffer) -> dict[str, float]:
-    found = {}
+    scalars = {}
     for index in range(layout.NUM_SCALARS):
         name, value = layout.SCALAR.unpack_from(memory, layout.SCALARS_AT + index * layout.SCALAR.size)
         if not name[0]:
             break
-        found[text_of(name)] = value
-    return found
+        scalars[text_of(name)] = value
+    return scalars
 
 
 def _bars(memory: Buffer) -> tuple[Bar, ...]:
-    found = []
+    bars = []
     now = time.monotonic()
     rows = layout.BAR.iter_unpack(memoryview(memory)[layout.BARS_AT :])
-    for state, level, count, total, began, changed, label, said in rows:
+    for state, level, count, total, began, changed, label, text in rows:
         if state:
             seconds = (changed if state == 2 else now) - began
             bar = Bar(
@@ -178,12 +178,12 @@ def _bars(memory: Buffer) -> tuple[Bar, ...]:
                 count=count if 0 <= count < _ENDLESS else 0.0,
                 total=total if 0 <= total < _ENDLESS else None,
                 seconds=seconds if 0 <= seconds < _ENDLESS else 0.0,
-                text=text_of(said),
+                text=text_of(text),
                 ended=state == 2,
                 level=level,
             )
-            found.append(bar)
-    return tuple(sorted(found, key=lambda bar: bar.level))
+            bars.append(bar)
+    return tuple(sorted(bars, key=lambda bar: bar.level))
 
 
 class PageReader:

@@ -159,14 +159,14 @@ def smoothed(points: Points) -> Points:
     if len(points) < SMOOTHED_FROM:
         return points
     reach = max(1, round(_SMOOTHED_OVER * len(points)))
-    found: list[tuple[float, float]] = []
+    means: list[tuple[float, float]] = []
     for _, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
         piece = list(run)
         for index, (step, _) in enumerate(piece):
             near = min(reach, index, len(piece) - 1 - index)  # as many before as after, so that it does not come late
             around = [value for _, value in piece[index - near : index + near + 1]]
-            found.append((step, sum(around) / len(around)))
-    return tuple(found)
+            means.append((step, sum(around) / len(around)))
+    return tuple(means)
 
 
 def legend(lines: Sequence[Line]) -> str:
@@ -234,8 +234,8 @@ def _ticks(low: float, high: float, number: int) -> tuple[float, ...]:
 def _log_ticks(low: float, high: float) -> tuple[float, ...]:
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(exponents) <= 3 else (1,)
-    found = [tick for exponent in exponents for factor in factors if low <= (tick := factor * 10.0**exponent) <= high]
-    return tuple(found[:: max(1, len(found) // 6)])
+    ticks = [tick for exponent in exponents for factor in factors if low <= (tick := factor * 10.0**exponent) <= high]
+    return tuple(ticks[:: max(1, len(ticks) // 6)])
 
 
 def _percent(position: float) -> str:

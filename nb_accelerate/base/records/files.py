@@ -72,7 +72,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
 
 def read_folder(folder: Path) -> tuple[list[RunRecord], list[str]]:
     """Return the runs in a folder and in those just below it, and sentences about what cannot be read."""
-    found, problems = [], []
+    records, problems = [], []
     for file in sorted({*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")}):
         try:
             if not _is_run(file):
@@ -82,10 +82,10 @@ def read_folder(folder: Path) -> tuple[list[RunRecord], list[str]]:
             problems.append(f"{file} cannot be read: {error.strerror}.")
             continue
         record.name = file.relative_to(folder).with_suffix("").as_posix()
-        found.append(record)
+        records.append(record)
         if damage:
             problems.append(f"{damage} What is above it is shown.")
-    return found, problems
+    return records, problems
 
 
 def _read(file: Path) -> tuple[RunRecord, str]:

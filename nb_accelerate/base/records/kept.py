@@ -50,22 +50,22 @@ def runs(name: str = "", *, project_dir: str | os.PathLike[str] | None = None) -
     files: dict[str, RunRecord] = {}
     problems: list[str] = []
     for folder in folders:
-        read, said = read_folder(folder)
+        read, unreadable = read_folder(folder)
         files |= {record.file: record for record in read if record.file not in files}
-        problems += said
+        problems += unreadable
         if project_dir is not None and folder == Path(project_dir) and not read:
             problems.append(f"No runs in {folder}." if folder.is_dir() else f"There is no folder {folder.absolute()}.")
     for record in kept:
         if record.file in files:  # a loss that was only seen is in memory, and not in the file
             seen = {column: tuple(record.column(column)) for column in record.columns}
             files[record.file].complete({}, seen, record.ended)
-    found = [*files.values(), *(record for record in kept if record.file not in files)]
+    chosen = [*files.values(), *(record for record in kept if record.file not in files)]
     if name:
-        others = dict.fromkeys(re.sub(r"-\d+$", "", record.name) for record in found)
-        found = [record for record in found if re.fullmatch(re.escape(name) + r"(-\d+)?", record.name)]
-        if others and not found:
+        others = dict.fromkeys(re.sub(r"-\d+$", "", record.name) for record in chosen)
+        chosen = [record for record in chosen if re.fullmatch(re.escape(name) + r"(-\d+)?", record.name)]
+        if others and not chosen:
             problems.append(f"No run is called {name!r}. There are: {', '.join(others)}.")
-    return Runs(sorted(found, key=lambda record: record.began), dict.fromkeys(problems))
+    return Runs(sorted(chosen, key=lambda record: record.began), dict.fromkeys(problems))
 
 
 def take(data: bytes) -> str | None:

@@ -26,17 +26,17 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def settings(config: Mapping[str, Any], names: Iterable[str]) -> str:
     """Return some settings in words: ``lr=0.1, depth=3``."""
-    said = [name for name in names if name in config and not is_secret(name, config[name])]
-    return ", ".join(f"{name}={shown(config[name])}" for name in said)
+    shown_names = [name for name in names if name in config and not is_secret(name, config[name])]
+    return ", ".join(f"{name}={shown(config[name])}" for name in shown_names)
 
 
 def labels(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what runs are called in a legend: by their settings, by their names too where those leave a doubt."""
     told = differing(configs)
-    said = [settings(config, told) for config in configs]
-    if "" in said or len(set(said)) < len(said):
-        return [", ".join(filter(None, both)) for both in zip(names, said, strict=True)]
-    return said
+    texts = [settings(config, told) for config in configs]
+    if "" in texts or len(set(texts)) < len(texts):
+        return [", ".join(filter(None, both)) for both in zip(names, texts, strict=True)]
+    return texts
 
 
 def shown(value: Any) -> str:

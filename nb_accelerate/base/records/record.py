@@ -151,11 +151,11 @@ class RunRecord:
             ConfigError: nothing was logged under a name.
             MissingDependencyError: matplotlib is not installed.
         """
-        known = self.columns
+        columns = self.columns
         for name in names:
-            if name not in known:
-                raise ConfigError(f"{name!r} was not logged in {self.name}. Write one of: {', '.join(known)}.")
-        return plotted([Curve(name, tuple(self.column(name))) for name in names or known], self.name)
+            if name not in columns:
+                raise ConfigError(f"{name!r} was not logged in {self.name}. Write one of: {', '.join(columns)}.")
+        return plotted([Curve(name, tuple(self.column(name))) for name in names or columns], self.name)
 
     def __repr__(self) -> str:
         return f"RunRecord({self.name!r}, {len(self.rows)} rows of {', '.join(self.columns) or 'nothing'})"

@@ -84,12 +84,12 @@ class Runs(Sequence["RunRecord"]):
         if not having:
             if not self._runs:
                 raise ConfigError(f"There are no runs to draw. {self!r}")
-            known = dict.fromkeys(column for run in self._runs for column in run.columns)
-            calls = ", ".join(f"plot({column!r})" for column in known)
-            instead = f" Write {calls}." if known else " Nothing was."
+            columns = dict.fromkeys(column for run in self._runs for column in run.columns)
+            calls = ", ".join(f"plot({column!r})" for column in columns)
+            instead = f" Write {calls}." if columns else " Nothing was."
             raise ConfigError(f"{name!r} was not logged in these runs.{instead}")
-        said = labels([run.name for run in having], [run.config for run in having])
-        curves = [Curve(label, tuple(run.column(name))) for label, run in zip(said, having, strict=True)]
+        names = labels([run.name for run in having], [run.config for run in having])
+        curves = [Curve(label, tuple(run.column(name))) for label, run in zip(names, having, strict=True)]
         if log is None:
             log = better(name) != "highest" and is_wide(tuple(point for curve in curves for point in curve.points))
         return plotted(curves, name, log=log)

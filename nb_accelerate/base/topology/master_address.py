@@ -47,9 +47,9 @@ def node_in_step(variables: Mapping[str, str], num_nodes: int) -> tuple[int, str
 
 def first_node(nodes: str) -> str:
     """Return the first name in a list of nodes as SLURM writes it: ``gpu07`` of ``gpu[07-09,12]``."""
-    found = _FIRST_NODE.match(nodes)
-    assert found is not None
-    return f"{found['prefix']}{found['number'] or ''}{found['suffix'] or ''}"
+    match = _FIRST_NODE.match(nodes)
+    assert match is not None
+    return f"{match['prefix']}{match['number'] or ''}{match['suffix'] or ''}"
 
 
 def _number(text: str) -> int:
