@@ -161,9 +161,11 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
     from nb_accelerate.base.config.parallelism import resolve_parallelism
 
     engine = chosen_engine(arguments, file)
-    num_machines, total = _choose_machines(arguments, file)
+    flags = {name: value for name, value in vars(arguments).items() if value is not None}
+    settings = replace(file, values={**file.values, **flags})
+    num_machines, total = _choose_machines(settings)
     num_processes = None if total is None else total // num_machines
-    devices = _choose_devices(arguments, file, engine, num_processes)
+    devices = _choose_devices(arguments, settings, engine, num_processes)
     variables = rank_variables(arguments, file, engine)
     layout = resolve_parallelism(None, None, Environment({**os.environ, **variables}))
     if layout is not None and total is not None:
@@ -179,20 +181,15 @@ def launch_options(arguments: argparse.Namespace, file: ConfigFile) -> dict[str,
         "timeout": arguments.timeout,
         "progress": "off" if arguments.quiet else "auto",
         "env": variables,
-        **_choose_rendezvous(arguments, file, num_machines),
+        **_choose_rendezvous(arguments, settings, num_machines),
     }
 
 
-def _flag_or_file(arguments: argparse.Namespace, file: ConfigFile, name: str, default: Any) -> Any:
-    flag = getattr(arguments, name)
-    return file.get(name, default) if flag is None else flag
-
-
-def _choose_machines(arguments: argparse.Namespace, file: ConfigFile) -> tuple[int, int | None]:
+def _choose_machines(settings: ConfigFile) -> tuple[int, int | None]:
     """Return the number of machines, and of processes on all of them together; None where that is not said."""
-    num_machines = KEYS["num_machines"]("num_machines", _flag_or_file(arguments, file, "num_machines", 1))
+    num_machines = KEYS["num_machines"]("num_machines", settings.get("num_machines", 1))
     num_machines = 1 if num_machines == -1 else num_machines  # accelerate's value for "not set", as below
-    total = _flag_or_file(arguments, file, "num_processes", -1)
+    total = settings.get("num_processes", -1)
     if total == -1:
         return num_machines, None
     if total % num_machines:
@@ -204,38 +201,34 @@ def _choose_machines(arguments: argparse.Namespace, file: ConfigFile) -> tuple[i
 
 
 def _choose_devices(
-    arguments: argparse.Namespace, file: ConfigFile, engine: str, num_processes: int | None
+    arguments: argparse.Namespace, settings: ConfigFile, engine: str, num_processes: int | None
 ) -> str | list[int] | None:
     """Return ``devices`` of a launch: None for those that this machine has."""
     given_flags = [flag for flag in ("cpu", "tpu", "multi_gpu", "gpu_ids") if getattr(arguments, flag)]
     if len(given_flags) > 1 and given_flags[0] in ("cpu", "tpu"):
         raise ConfigError(f"--{given_flags[0]} and --{given_flags[1]} were both given. Leave one of them out.")
-    kind = file.get("distributed_type", "NO")
+    kind = settings.get("distributed_type", "NO")
     if kind not in _KINDS and not (arguments.cpu or arguments.multi_gpu or engine):
         raise ConfigError(
-            f"distributed_type: {kind}, in {file.path}, is for hardware or an engine that "
+            f"distributed_type: {kind}, in {settings.path}, is for hardware or an engine that "
             f"this package does not know. Write one of {', '.join(_KINDS)}, or a flag such as --multi_gpu or --cpu"
         )
-    gpu_ids = KEYS["gpu_ids"]("gpu_ids", _flag_or_file(arguments, file, "gpu_ids", "all"))
+    gpu_ids = KEYS["gpu_ids"]("gpu_ids", settings.get("gpu_ids", "all"))
     if engine == "XLA" and not arguments.cpu:
         return "xla"
-    if arguments.cpu or (not given_flags and (file.get("use_cpu") or kind == "MULTI_CPU")):
+    if arguments.cpu or (not given_flags and (settings.get("use_cpu") or kind == "MULTI_CPU")):
         return "cpu"
     return None if gpu_ids == "all" else [int(number) for number in gpu_ids.split(",")][:num_processes]
 
 
-def _choose_rendezvous(arguments: argparse.Namespace, file: ConfigFile, num_machines: int) -> dict[str, Any]:
+def _choose_rendezvous(arguments: argparse.Namespace, settings: ConfigFile, num_machines: int) -> dict[str, Any]:
     """Return the options that say which machine this is, and where all of them meet."""
     from nb_accelerate.base.topology.master_address import node_in_step
 
     is_said = arguments.machine_rank is not None or arguments.main_process_ip is not None
     slurm_step = None if is_said else node_in_step(os.environ, num_machines)  # which knows both
-    rank, address = slurm_step or (
-        _flag_or_file(arguments, file, "machine_rank", 0),
-        _flag_or_file(arguments, file, "main_process_ip", None),
-    )
-    port = _flag_or_file(arguments, file, "main_process_port", None)
-    backend = _flag_or_file(arguments, file, "rdzv_backend", "static")
+    rank, address = slurm_step or (settings.get("machine_rank", 0), settings.get("main_process_ip"))
+    port, backend = settings.get("main_process_port"), settings.get("rdzv_backend", "static")
     options = {"node_rank": rank, "rdzv_backend": backend}
     if num_machines > 1 and address and backend == "c10d":
         host = f"[{address}]" if ":" in address else address

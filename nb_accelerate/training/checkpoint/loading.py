@@ -186,6 +186,8 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
     manifest, rank = checkpoint.manifest, this_rank.rank
     if manifest is not None and rank not in manifest.ranks:
         rank = min(manifest.ranks, default=0)  # one that took part in the save
+    layout = this_rank.world_size, this_rank.num_data_ranks
+    on_other_ranks = manifest is not None and layout != (manifest.num_processes, manifest.num_data_ranks)
     states = []
     for part in parts:
         name = part.name_on(rank)
@@ -194,7 +196,7 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
             if name not in checkpoint.files:
                 continue
         path = checkpoint.folder / name
-        if part.loader is not None and manifest is not None and _is_of_other_ranks(manifest, this_rank):
+        if part.loader is not None and manifest is not None and on_other_ranks:
             states.append((part, path, _position_by_rows(manifest, part, part.loader, path, this_rank)))
             continue
         # Load to the CPU. Optimizers move their state to the device, but never move CPU-only entries (step counters, a
@@ -215,11 +217,6 @@ def read_states(checkpoint: Checkpoint, *, parts: Sequence[Part], this_rank: Thi
     # What the manifest says is the same on all ranks, those without random numbers of their own too.
     step = manifest.step if manifest is not None else rng_state.get("step") if rng_state is not None else None
     return LoadedStates(of_parts=states, rng_state=rng_state, step=step, orders=orders)
-
-
-def _is_of_other_ranks(manifest: Manifest, this_rank: ThisRank) -> bool:
-    layout = this_rank.world_size, this_rank.num_data_ranks
-    return layout != (manifest.num_processes, manifest.num_data_ranks)
 
 
 def _position_by_rows(manifest: Manifest, part: Part, loader: int, path: Path, this_rank: ThisRank) -> dict[str, Any]:

@@ -140,7 +140,8 @@ class StreamReader(CollectiveReader):
             if worst == _FULL and batch is not None:
                 yield batch.batch
                 continue
-            of_ranks = self.collectives.all_gather_object((batch, _described(failure)))
+            text = None if failure is None else f"{type(failure).__name__}: {failure}"
+            of_ranks = self.collectives.all_gather_object((batch, text))
             for rank, (_, text) in enumerate(of_ranks):
                 if failure is not None:
                     raise failure
@@ -175,7 +176,3 @@ class StreamReader(CollectiveReader):
             parts, end = parts_of_last_group(self._pool, self._pool, ranks, even=True, by_row=size is not None)
             self._pool = []
             yield parts[rank] if end is None else LastBatch(parts[rank], end[rank])
-
-
-def _described(failure: Exception | None) -> str | None:
-    return None if failure is None else f"{type(failure).__name__}: {failure}"
