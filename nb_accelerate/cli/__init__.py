@@ -12,15 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nb_accelerate.base.version import __version__
-from nb_accelerate.cli import (
-    config,
-    env,
-    estimate_memory,
-    fsdp,
-    launch,
-    running,
-    test,
-)
+from nb_accelerate.cli import config, env, estimate_memory, fsdp, launch, running, test
 from nb_accelerate.cli.closed_output import discard_stdout
 from nb_accelerate.cli.flags import why_refused
 from nb_accelerate.errors import ConfigError, NbAccelerateError

@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nb_accelerate.training.checkpoint.background import CheckpointHandle, SaveGroup, saves
 from nb_accelerate.training.checkpoint.checksums import record_files
 from nb_accelerate.training.checkpoint.files import clean_state_dict_for_safetensors, saved_bytes, write
-from nb_accelerate.training.checkpoint.fitting import (
-    class_of,
-    number_of,
-)
+from nb_accelerate.training.checkpoint.fitting import class_of, number_of
 from nb_accelerate.training.checkpoint.manifest import Manifest
 from nb_accelerate.training.checkpoint.names import (
     OPTIMIZER_NAME,

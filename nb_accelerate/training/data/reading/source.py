@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch.utils.data import (
-    BatchSampler,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from nb_accelerate.errors import CheckpointError
