@@ -44,7 +44,7 @@ rank % local_world_size if ==> rank if
 base/progress_page/page.py  progress_page
 words[layout.STEPS_BEFORE] -= outer.trained ==> pass
 cli/launch.py  cli/test_scripts.py cli/test_config.py cli/test_parameters.py
-for name, value in low.items() if name not in is_set ==> for name, value in low.items()
+for name, value in of_file.items() if name not in environment ==> for name, value in of_file.items()
 cli/launch.py  cli/test_notebook.py cli/test_machines.py
 return 128 + signal.SIGINT ==> return 1
 notebook/ranks/failing/incidents.py  ranks/test_failures.py launch/test_every_way_to_end.py
