@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,12 +199,10 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 place_at_yield = None
                 current, reading = place(current), map(place, reading)
             position = progress.position
-            is_last = False
-            while not is_last:
-                upcoming = next(reading, _END)
+            for upcoming in chain(reading, (_END,)):
                 position += 1
                 if upcoming is _END:
-                    is_last = progress.end_of_dataloader = True
+                    progress.end_of_dataloader = True
                     progress.position = 0
                     current = progress.reader.with_rows(current)
                 else:
@@ -222,7 +221,7 @@ class DataLoaderShard(DataLoaderStateMixin, DataLoaderAdapter):
                 if end_step is not None:
                     end_step(position, current)
                 current = upcoming
-                if not is_last:
+                if upcoming is not _END:
                     enter(_READING)
         finally:
             page.end_loop(loop)
