@@ -60,7 +60,7 @@ if rank == self._rank:|self._rank, self._talks = -1, False ==> if False:|self._r
 notebook/launch/plan.py  launch/test_plan.py
 names = tuple(names[number] for ==> names = tuple(str(number) for
 notebook/launch/rendezvous_store.py  launch/test_machines.py
-ended == INTERRUPTED) ==> ended != DONE)
+if ended != DONE: ==> if False:
 notebook/remote/sender.py  remote/test_frames.py remote/test_streams.py
 self._queue.appendleft(queued._replace( ==> self._queue.append(queued._replace(
 notebook/remote/link.py  remote/test_streams.py remote/test_frames.py remote/test_launches.py
@@ -72,7 +72,7 @@ reads, stores = _own_names(code)|inner ==> reads, stores = _own_names(code)|stor
 notebook/worker/interrupt.py  launch/test_interrupt_gate.py
 os.getpid() != self._pid or not ==> not
 notebook/display/findings/stuck.py  display/test_states.py
-stalled - {*waiting, *stopped} ==> stalled - {*waiting}
+stalled.difference(waiting) ==> stalled
 training/checkpoint/fitting.py  training/checkpoint/test_checkpoints_resumed.py
 and position * before % now == 0: ==> and True:
 training/optim/accumulation.py  training/accelerator/test_training_step.py
@@ -102,25 +102,40 @@ MARKS = {"fast": "not slow and not browser", "slow": "slow or browser"}
 
 def main(numbers: list[int]) -> None:
     """Try these faults, or all, and print what has caught each."""
-    lines = FAULTS.strip().splitlines()
-    rows = list(zip(lines[::2], lines[1::2], strict=True))
+    rows = read_rows()
     caught = {"fast": 0, "slow": 0, "NOT CAUGHT": 0}
     with tempfile.TemporaryDirectory() as folder:
         copy_files = f"git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t {folder}"
         subprocess.run(copy_files, shell=True, cwd=Path(__file__).parents[1], check=True)
         for number in numbers or range(1, len(rows) + 1):
-            (name, *tests), edit = rows[number - 1][0].split(), rows[number - 1][1].split(" ==> ")
-            how, by = _try(Path(folder), name, *edit, tests=[f"tests/{test}" for test in tests])
+            name, old, new, tests = rows[number - 1]
+            how, by = _try(Path(folder), name, old, new, tests=tests)
             caught[how] += 1
             print(f"{number:2} {how:<10} {name}: {by}", flush=True)
     print(", ".join(f"{how}: {number}" for how, number in caught.items()))
+
+
+def read_rows() -> list[tuple[str, str, str, list[str]]]:
+    """Return of each fault the file, what stands there, what is written in its place, and the tests."""
+    lines = FAULTS.strip().splitlines()
+    rows = []
+    for files, edit in zip(lines[::2], lines[1::2], strict=True):
+        (name, *tests), (old, new) = files.split(), edit.split(" ==> ")
+        rows.append((name, old, new, [f"tests/{test}" for test in tests]))
+    return rows
+
+
+def places(name: str, old: str, copy: Path = Path(__file__).parents[1]) -> list[str]:
+    """Return the texts in a file of the package that are what a fault replaces: it is to be one."""
+    text = (copy / "nb_accelerate" / name).read_text(encoding="utf-8")
+    return re.findall(r"\n *".join(map(re.escape, old.split("|"))), text)
 
 
 def _try(copy: Path, name: str, old: str, new: str, *, tests: list[str]) -> tuple[str, str]:
     """Return whether a fault is caught, and by which test."""
     file = copy / "nb_accelerate" / name
     right = file.read_text(encoding="utf-8")
-    found = re.findall(r"\n *".join(map(re.escape, old.split("|"))), right)
+    found = places(name, old, copy)
     if len(found) != 1:
         raise SystemExit(f"{name} has {old!r} {len(found)} times, and not once")
     ends = iter(re.findall(r"\n *", found[0]))
