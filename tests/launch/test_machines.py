@@ -28,7 +28,7 @@ from fixtures.hosts import HOSTS
 from fixtures.python_template import python_program
 
 from nb_accelerate.base.config.launch import LaunchOptions
-from nb_accelerate.errors import DeadlineError, StartError
+from nb_accelerate.errors import DeadlineError, MachineError, StartError
 from nb_accelerate.notebook.launch import notebook_launcher, rendezvous_store
 from nb_accelerate.notebook.launch.rendezvous_store import FAILED, INTERRUPTED, Machines
 
@@ -217,6 +217,27 @@ def test_a_launch_that_waits_for_machines_is_ended_at_once(node_rank: int, how: 
         launch.result(20)
     assert time.monotonic() < began + 10
     assert launch.status() == status
+
+
+def stay(folder: str) -> None:
+    Path(folder, os.environ["RANK"]).touch()
+    while True:
+        time.sleep(0.05)
+
+
+def test_a_launch_that_is_interrupted_ends_those_on_other_machines_and_says_so(tmp_path: Path) -> None:
+    place = {"num_nodes": 2, "master_addr": "127.0.0.2", "use_port": free_port()}
+    launches = [
+        notebook_launcher(stay, (str(tmp_path),), 1, node_rank=node, block=False, progress="off", **place)
+        for node in (0, 1)
+    ]
+    while len([*tmp_path.iterdir()]) < 2:
+        time.sleep(0.01)
+    launches[0].interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        launches[0].result(20)
+    with pytest.raises(MachineError, match="was interrupted"):
+        launches[1].result(20)
 
 
 def test_the_time_of_a_launch_is_over_also_while_it_waits_for_machines() -> None:
