@@ -24,7 +24,7 @@ from nb_accelerate.errors import ConfigError, StartError
 from nb_accelerate.notebook.launch.host_facts import SENT_FACTS, own_entries, own_modules, versions
 from nb_accelerate.notebook.launch.hosts import keep, open_hosts
 from nb_accelerate.notebook.launch.machine import MachineFacts, VisibleDevices, software_here
-from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, broken_way, listening, meet
+from nb_accelerate.notebook.launch.meeting import LOOPBACK, addresses_to_try, agree, broken_way, listening
 from nb_accelerate.notebook.launch.placing import Placing
 from nb_accelerate.notebook.launch.plan import LaunchPlan, make_plan
 from nb_accelerate.notebook.launch.rendezvous import Rendezvous
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from nb_accelerate.base.config.launch import LaunchOptions
     from nb_accelerate.base.seam import StoreSpec
     from nb_accelerate.notebook.launch.engines import Machine
-    from nb_accelerate.notebook.launch.meeting import Met
+    from nb_accelerate.notebook.launch.meeting import Meeting
     from nb_accelerate.notebook.launch.rendezvous import Meet
     from nb_accelerate.notebook.protocol.messages import Parcel, Setup
     from nb_accelerate.notebook.ranks.end_reports import EndReports
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _LinkedMachine:
     """A machine, and what ranks are told there."""
 
     link: Link
@@ -58,7 +58,7 @@ class _Place:
     interface: str = ""
 
 
-class _ServedThere(Rendezvous):
+class _ServedByFirstRank(Rendezvous):
     """A rendezvous whose store the first rank serves, at the socket that its host has."""
 
     @override
@@ -91,20 +91,20 @@ class Cluster(Placing):
         self.notes: list[str] = []
         self._options = options
         self._check = check
-        self._met_at: Met | None = None
+        self._meeting: Meeting | None = None
         self._reuse_hosts = reuse_hosts
         self._is_closed = False
         self._hosts = open_hosts(options, check)
         try:
             self._compare(self._hosts.links)
             plans, self.plan = plan_machines(options, self._hosts.machines, [link.hello for link in self._hosts.links])
-            self._places = self._placed(plans)
+            self._machines = self._with_folders(plans)
             self.by_value = self._modules_to_send()
         except BaseException:
             self.close()
             raise
-        self.notes = [note for note in self.notes if note not in self._hosts.said]
-        self._hosts.said.update(self.notes)
+        self.notes = [note for note in self.notes if note not in self._hosts.told_notes]
+        self._hosts.told_notes.update(self.notes)
 
     @override
     def close(self) -> None:
@@ -117,19 +117,21 @@ class Cluster(Placing):
 
     @override
     def give_up(self) -> None:
-        for place in self._places:
-            place.link.give_up()
+        for machine in self._machines:
+            machine.link.give_up()
 
     @property
     @override
     def lost(self) -> str:  # type: ignore[override]  # it changes
-        return "; ".join(f"machine {place.link.name} {place.link.lost}" for place in self._places if place.link.lost)
+        links = [machine.link for machine in self._machines]
+        return "; ".join(f"machine {link.name} {link.lost}" for link in links if link.lost)
 
     @property
     @override
     def without_lost(self) -> str:  # type: ignore[override]  # likewise
         engine = self._options.engine
-        hosts = ",".join(f"{one.link.name}:{one.plan.num_processes}" for one in self._places if not one.link.lost)
+        remaining = [machine for machine in self._machines if not machine.link.lost]
+        hosts = ",".join(f"{machine.link.name}:{machine.plan.num_processes}" for machine in remaining)
         flags = {"engine": engine.engine, "hosts": hosts, "command-template": engine.command_template}
         flags |= {"remote-python": engine.remote_python, "address": engine.address}
         return "start " + " ".join(f"--{name} {shlex.quote(value)}" for name, value in flags.items() if value)
@@ -139,51 +141,51 @@ class Cluster(Placing):
         if not self.lost:
             return
         self._hosts.reopen(self._check)
-        known = [place.link for place in self._places]
-        self._compare([link for link in self._hosts.links if link not in known])
-        self._places = self._placed([place.plan for place in self._places])
-        self._met_at = None
+        linked = [machine.link for machine in self._machines]
+        self._compare([link for link in self._hosts.links if link not in linked])
+        self._machines = self._with_folders([machine.plan for machine in self._machines])
+        self._meeting = None
 
     def _compare(self, links: Sequence[Link]) -> None:
         """Note how the software of machines differs from this one's. Raises StartError if ranks cannot run."""
-        python, here = self._options.engine.remote_python, software_here()
+        here = software_here()
         for link in links:
-            differences = compare(here, link.hello, python=python)
+            differences = compare(here, link.hello, python=self._options.engine.remote_python)
             if differences.obstacles:
                 raise StartError(f"machine {link.name}: {'. '.join(differences.obstacles)}")
             self.notes += [f"machine {link.name}: {warning}" for warning in differences.warnings]
 
-    def _placed(self, plans: Sequence[MachinePlan]) -> list[_Place]:
+    def _with_folders(self, plans: Sequence[MachinePlan]) -> list[_LinkedMachine]:
         """Ask each machine which of the folder and the search path of this process are there too."""
         cwd, path = working_directory(), own_entries()
         links = self._hosts.links
-        answers = Link.ask_all([(link, "place", {"cwd": cwd, "path": path}) for link in links], check=self._check)
-        places = []
-        for link, plan, found in zip(links, plans, answers, strict=True):
-            if cwd and found["cwd"] != cwd:
-                self.notes.append(f"{link.name} has no folder {cwd}: ranks there work in {found['cwd']}")
-            if found["missing"]:
-                self.notes.append(f"{link.name} does not have these folders of sys.path: {', '.join(found['missing'])}")
-            places.append(_Place(link=link, plan=plan, cwd=found["cwd"], path=tuple(found["path"])))
-        return places
+        answers = Link.ask_all([(link, "folders", {"cwd": cwd, "path": path}) for link in links], check=self._check)
+        machines = []
+        for link, plan, answer in zip(links, plans, answers, strict=True):
+            if cwd and answer["cwd"] != cwd:
+                self.notes.append(f"{link.name} has no folder {cwd}: ranks there work in {answer['cwd']}")
+            if answer["missing"]:
+                missing = ", ".join(answer["missing"])
+                self.notes.append(f"{link.name} does not have these folders of sys.path: {missing}")
+            machines.append(_LinkedMachine(link=link, plan=plan, cwd=answer["cwd"], path=tuple(answer["path"])))
+        return machines
 
     def _modules_to_send(self) -> tuple[ModuleType, ...]:
         modules = own_modules(own_entries())
-        files, found = versions(modules), set[str]()
-        places = self._places
-        answers = Link.ask_all(
-            [(place.link, "others", {"files": files, "path": place.path}) for place in places], check=self._check
-        )
-        for place, answer in zip(places, answers, strict=True):
+        checksums = versions(modules)
+        missing = set[str]()
+        queries = [(one.link, "differing_files", {"files": checksums, "path": one.path}) for one in self._machines]
+        answers = Link.ask_all(queries, check=self._check)
+        for machine, answer in zip(self._machines, answers, strict=True):
             names = answer["names"]
             if names:
                 self.notes.append(
-                    f"{place.link.name} does not have {', '.join(sorted(names))} as here: functions and classes of "
+                    f"{machine.link.name} does not have {', '.join(sorted(names))} as here: functions and classes of "
                     "these modules are sent along where they are used. Code that imports them there finds what is "
                     "there, or else what is sent"
                 )
-            found.update(names)
-        return tuple(modules[name] for name in sorted(found))
+            missing.update(names)
+        return tuple(modules[name] for name in sorted(missing))
 
     # A start of ranks.
 
@@ -197,13 +199,12 @@ class Cluster(Placing):
     def meet(self) -> Iterator[Rendezvous]:  # on a port of the first machine, which the others reach
         if self.lost:
             raise StartError(self.lost)
-        met = self._met_at = self._met()
-        self._places = [
-            replace(place, interface=interface) for place, interface in zip(self._places, met.interfaces, strict=True)
-        ]
-        yield _ServedThere(
-            address=met.address,
-            port=met.port,
+        meeting = self._meeting = self._agree()
+        interfaces = zip(self._machines, meeting.interfaces, strict=True)
+        self._machines = [replace(machine, interface=interface) for machine, interface in interfaces]
+        yield _ServedByFirstRank(
+            address=meeting.address,
+            port=meeting.port,
             node_rank=0,
             interface="",
             run_id=f"nb_accelerate-{secrets.token_hex(4)}",
@@ -213,24 +214,24 @@ class Cluster(Placing):
             part=secrets.token_hex(4),
         )
 
-    def _met(self) -> Met:
-        links = [place.link for place in self._places]
+    def _agree(self) -> Meeting:
+        links = [machine.link for machine in self._machines]
         port = int(self._options.use_port or 0)
-        if self._met_at is not None:
-            return listening(links, self._met_at.address, port, self._check)
+        if self._meeting is not None:
+            return listening(links, self._meeting.address, port, self._check)
         if self._options.master_addr == LOOPBACK:
-            known = self._hosts.engine.address(self._hosts.machines[0])
-            addresses = addresses_to_try(links, known, self._check)
+            engines_address = self._hosts.engine.address(self._hosts.machines[0])
+            addresses = addresses_to_try(links, engines_address, self._check)
         else:
             addresses = [self._options.master_addr]
-        return meet(links, addresses, port, self._check)
+        return agree(links, addresses, port, self._check)
 
     @override
     def check_ways(self, say: Callable[[str], object]) -> None:
-        links, met = [place.link for place in self._places], self._met_at
+        links, meeting = [machine.link for machine in self._machines], self._meeting
 
         def check() -> None:
-            if met is not None and (broken := broken_way(links, met)):
+            if meeting is not None and (broken := broken_way(links, meeting)):
                 say(f"{broken}. Ranks that wait for those there go on when the network does")
 
         HelperThread(check, name="ways").start()
@@ -252,12 +253,12 @@ class Cluster(Placing):
     @override
     def start(self, rank: int, ends: EndReports | None, *, serves: bool = False) -> RemoteRank:
         """Start a rank, which has the socket of the store if it is to serve that. How it ends, its host reports."""
-        place = self._place_of(rank)
-        fresh = place.plan.method.name == "spawn"
-        first, end = place.plan.first_rank, place.plan.first_rank + place.plan.num_processes
-        handle = RemoteRank(place.link, rank, local_rank=rank - first, fresh=fresh, serves=serves)
-        if end - first < self.plan.num_processes:
-            handle.neighbours = [other for other in range(first, end) if other != rank]
+        machine = self._machine_of(rank)
+        fresh = machine.plan.method.name == "spawn"
+        ranks = machine.plan.ranks
+        handle = RemoteRank(machine.link, rank, local_rank=rank - ranks.start, fresh=fresh, serves=serves)
+        if len(ranks) < self.plan.num_processes:
+            handle.neighbours = [other for other in ranks if other != rank]
         return handle
 
     @override
@@ -266,39 +267,43 @@ class Cluster(Placing):
     ) -> Setup:
         """Return the `Setup` of a rank: the environment of its host with ours on top, and its folder and path there."""
         store, _ = rendezvous.store_for(handle.rank)
-        place = self._place_of(handle.rank)
-        there = replace(rendezvous, interface=place.interface, num_nodes=len(self._places), node_rank=place.plan.number)
-        base = place.link.hello["variables"] | variables_of_file(self._options.env)
-        setup = make_setup(handle, self._options, place.plan, there, notebook, store=store, attempt=attempt, base=base)
-        return replace(setup, keeps_environ=True, cwd=place.cwd, sys_path=place.path)
+        machine = self._machine_of(handle.rank)
+        plan = machine.plan
+        rendezvous = replace(
+            rendezvous, interface=machine.interface, num_nodes=plan.num_machines, node_rank=plan.number
+        )
+        base = machine.link.hello["variables"] | variables_of_file(self._options.env)
+        setup = make_setup(handle, self._options, plan, rendezvous, notebook, store=store, attempt=attempt, base=base)
+        return replace(setup, keeps_environ=True, cwd=machine.cwd, sys_path=machine.path)
 
     @override
     def when_addressed(
         self, handles: Sequence[RankHandle], then: Callable[[tuple[int, ...], tuple[tuple[str, int], ...]], object]
     ) -> None:
         """Call `then` in the loop's thread, when all machines have answered."""
-        # Process ids of other machines mean nothing there. All ports of a machine that is lost are among the addresses.
-        found: set[tuple[str, int]] = set()
-        waiting = set()
-        for place in self._places:
-            pids = [handle.pid for handle in handles if self._place_of(handle.rank) is place and not handle.ended]
+        # Process ids mean nothing elsewhere, so each machine is asked for the addresses of its ranks. A lost machine
+        # cannot answer: its addresses count with all ports.
+        addresses: set[tuple[str, int]] = set()
+        unanswered = set()
+        for machine in self._machines:
+            pids = [handle.pid for handle in handles if self._machine_of(handle.rank) is machine and not handle.ended]
 
-            def take(answer: dict[str, Any], place: _Place = place) -> None:
-                found.update((address, port) for address, port in answer["addresses"])
-                waiting.discard(place.link)
-                if not waiting:
-                    then((), tuple(found))
+            def take(answer: dict[str, Any], machine: _LinkedMachine = machine) -> None:
+                addresses.update((address, port) for address, port in answer["addresses"])
+                unanswered.discard(machine.link)
+                if not unanswered:
+                    then((), tuple(addresses))
 
-            if place.link.lost:
-                found.update((address, 0) for address in place.link.hello["addresses"])
+            if machine.link.lost:
+                addresses.update((address, 0) for address in machine.link.hello["addresses"])
             else:
-                waiting.add(place.link)
-                place.link.query("connections", take, pids=[pid for pid in pids if pid])
-        if not waiting:
-            then((), tuple(found))
+                unanswered.add(machine.link)
+                machine.link.query("connections", take, pids=[pid for pid in pids if pid])
+        if not unanswered:
+            then((), tuple(addresses))
 
-    def _place_of(self, rank: int) -> _Place:
-        return next(place for place in self._places if 0 <= rank - place.plan.first_rank < place.plan.num_processes)
+    def _machine_of(self, rank: int) -> _LinkedMachine:
+        return next(machine for machine in self._machines if rank in machine.plan.ranks)
 
 
 class Differences(NamedTuple):
@@ -359,12 +364,16 @@ def _plain(version: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MachinePlan(LaunchPlan):
-    """The plan of one machine among several, each with ranks of its own number."""
+    """The plan of one machine among several, which may have different numbers of ranks."""
 
     first_rank: int = 0
     all_ranks: int = 1
     number: int = 0
     num_machines: int = 1
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.num_processes)
 
     @override
     def topology_of(self, local_rank: int, *, node_rank: int = 0) -> Topology:
@@ -381,8 +390,9 @@ class MachinePlan(LaunchPlan):
 def plan_machines(
     options: LaunchOptions, machines: Sequence[Machine], hellos: Sequence[Mapping[str, Any]]
 ) -> tuple[list[MachinePlan], LaunchPlan]:
-    said = Environment({**variables_of_file(options.env), **options.env}).use_cpu
-    facts = [_facts(*one, prefers_cpu=said) for one in zip(machines, hellos, strict=True)]
+    prefers_cpu = Environment({**variables_of_file(options.env), **options.env}).use_cpu
+    pairs = zip(machines, hellos, strict=True)
+    facts = [_facts(machine, hello, prefers_cpu=prefers_cpu) for machine, hello in pairs]
     counts = _counts(options, machines, facts)
     plans: list[LaunchPlan] = []
     for machine, fact, count in zip(machines, facts, counts, strict=True):
@@ -392,15 +402,15 @@ def plan_machines(
             raise ConfigError(f"machine {machine.name}: {error}") from error
         plans.append(replace(plan, warnings=tuple(f"{machine.name}: {line}" for line in plan.warnings)))
     if len({plan.kind.name for plan in plans}) > 1:
-        has = ", ".join(f"{machine.name}: {plan.device}" for machine, plan in zip(machines, plans, strict=True))
-        raise ConfigError(f"the machines have different types of device ({has}). Write devices='cpu'")
-    whole = replace(
+        devices = ", ".join(f"{machine.name}: {plan.device}" for machine, plan in zip(machines, plans, strict=True))
+        raise ConfigError(f"the machines have different types of device ({devices}). Write devices='cpu'")
+    plan_of_all = replace(
         plans[0],
         num_processes=sum(counts),
         machines=tuple(machine.name for machine in machines),
         warnings=tuple(line for plan in plans for line in plan.warnings),
     )
-    of_machines = [
+    machine_plans = [
         MachinePlan(
             **vars(plan),
             first_rank=sum(counts[:number]),
@@ -410,7 +420,7 @@ def plan_machines(
         )
         for number, plan in enumerate(plans)
     ]
-    return of_machines, whole
+    return machine_plans, plan_of_all
 
 
 def _facts(machine: Machine, hello: Mapping[str, Any], *, prefers_cpu: bool | None) -> MachineFacts:
@@ -423,18 +433,18 @@ def _facts(machine: Machine, hello: Mapping[str, Any], *, prefers_cpu: bool | No
 
 
 def _counts(options: LaunchOptions, machines: Sequence[Machine], facts: Sequence[MachineFacts]) -> list[int]:
-    known = [machine.num_ranks for machine in machines]
+    counts = [machine.num_ranks for machine in machines]
     total = options.num_processes
-    open_ones = known.count(None)
+    num_open = counts.count(None)
     if total is None:
-        return [max(1, fact.num_gpus) if count is None else count for count, fact in zip(known, facts, strict=True)]
-    rest = total - sum(count or 0 for count in known)
-    if (open_ones == 0 and rest) or (open_ones and (rest < open_ones or rest % open_ones)):
-        said = ", ".join(
+        return [max(1, fact.num_gpus) if count is None else count for count, fact in zip(counts, facts, strict=True)]
+    remaining = total - sum(count or 0 for count in counts)
+    if (num_open == 0 and remaining) or (num_open and (remaining < num_open or remaining % num_open)):
+        listed = ", ".join(
             machine.name if machine.num_ranks is None else f"{machine.name}:{machine.num_ranks}" for machine in machines
         )
         raise ConfigError(
-            f"num_processes={total} is the number of ranks on all machines together, and cannot be had on {said}. "
+            f"num_processes={total} is the number of ranks on all machines together, and cannot be had on {listed}. "
             "Leave num_processes out, and write in hosts how many ranks each machine has"
         )
-    return [rest // open_ones if count is None else count for count in known]
+    return [remaining // num_open if count is None else count for count in counts]

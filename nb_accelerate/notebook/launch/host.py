@@ -321,14 +321,14 @@ class Host:
 
     def _answer(self, number: int, what: str, **arguments: Any) -> None:
         answers: dict[str, Callable[..., dict[str, Any]]] = {
-            "place": host_facts.place,
+            "folders": host_facts.folders,
             "listen": self._listen,
             "hush": self._hush,
             "routes": host_facts.routes,
             "reach": host_facts.reach,
             "connections": host_facts.connections,
             "memory": host_facts.memory,
-            "others": host_facts.others,
+            "differing_files": host_facts.differing_files,
         }
         try:
             answer: dict[str, Any] = answers[what](**arguments)

@@ -23,7 +23,7 @@ from nb_accelerate.notebook.remote.connection_back import address_towards, famil
 from nb_accelerate.notebook.worker.connections import addresses_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import ModuleType
 
 
@@ -58,70 +58,75 @@ def _network() -> str:
 
 def _addresses() -> dict[str, str]:
     """Return the interface of each address, those of IPv4 first."""
-    # Bridges, such as Docker's, are the last: they lead to no machine. Addresses of a link alone are left out.
-    found = {}
+    # Bridges, such as Docker's, come last, because they lead to no machine. Link-local addresses ("%") are left out.
+    interface_of = {}
     with contextlib.suppress(OSError):
         interfaces = sorted(
-            psutil.net_if_addrs().items(), key=lambda one: Path(f"/sys/class/net/{one[0]}/bridge").exists()
+            psutil.net_if_addrs().items(), key=lambda entry: Path(f"/sys/class/net/{entry[0]}/bridge").exists()
         )
         for family in (socket.AF_INET, socket.AF_INET6):
             for name, entries in interfaces:
-                found.update({one.address: name for one in entries if one.family == family and "%" not in one.address})
-    return found
+                addresses = [entry.address for entry in entries if entry.family == family]
+                interface_of.update({address: name for address in addresses if "%" not in address})
+    return interface_of
 
 
 def _devices() -> dict[str, Any]:
     try:
         facts = facts_here({})
-    except (ConfigError, MissingDependencyError) as error:  # which the kernel says, with the name of this machine
+    except (ConfigError, MissingDependencyError) as error:  # the kernel raises it, with the name of this machine
         return {"devices": {}, "error": str(error)}
     devices = {devices.kind.name: devices.names for devices in facts.accelerators}
     return {"devices": devices, **{name: getattr(facts, name) for name in SENT_FACTS}}
 
 
-def place(cwd: str, path: list[str]) -> dict[str, Any]:
+def folders(cwd: str, path: list[str]) -> dict[str, Any]:
     """Return the folder and the search path of ranks: what the kernel has, as far as it is there too."""
-    is_there = bool(cwd) and Path(cwd).is_dir()
-    found = [entry for entry in path if Path(entry).exists()]
+    has_folder = bool(cwd) and Path(cwd).is_dir()
+    existing = [entry for entry in path if Path(entry).exists()]
     return {
-        "cwd": cwd if is_there else str(Path.cwd()),
-        "path": [*found, *(entry for entry in sys.path if entry and entry not in found)],
-        "missing": [entry for entry in path if entry not in found],
+        "cwd": cwd if has_folder else str(Path.cwd()),
+        "path": [*existing, *(entry for entry in sys.path if entry and entry not in existing)],
+        "missing": [entry for entry in path if entry not in existing],
     }
 
 
 def routes(others: list[str]) -> dict[str, Any]:
     """Return the addresses of this machine on the ways to those of others, in the same order."""
-    own = _addresses()
-    found = []
+    own_addresses = _addresses()
+    addresses = []
     for other in others:
         with contextlib.suppress(OSError):  # there is no way
-            if other not in own:
-                found.append(address_towards(other))
-    return {"addresses": found}
+            if other not in own_addresses:
+                addresses.append(address_towards(other))
+    return {"addresses": addresses}
 
 
-def reach(places: list[tuple[str, str, int]]) -> dict[str, Any]:
+def reach(targets: list[tuple[str, str, int]]) -> dict[str, Any]:
     """Connect to other machines, given by names, addresses and ports, all at once.
 
     Returns the address and interface of this one on the way to each, in their order.
     """
-    until, interfaces = time.monotonic() + _PROBE_TIMEOUT, _addresses()
+    deadline = time.monotonic() + _PROBE_TIMEOUT
+    interfaces = _addresses()
     with contextlib.ExitStack() as opened:
-        probes = [opened.enter_context(socket.socket(family_of(address))) for _, address, _ in places]
-        for probe, (_, *where) in zip(probes, places, strict=True):
+        probes = [opened.enter_context(socket.socket(family_of(address))) for _, address, _ in targets]
+        for probe, (_, *target_address) in zip(probes, targets, strict=True):
             probe.setblocking(False)  # a thread for each would cost more than all else where machines are many
-            with contextlib.suppress(OSError):  # the second attempt tells
-                probe.connect(tuple(where))
-        found = [_way_by(probe, until, *place) for probe, place in zip(probes, places, strict=True)]
-    ways = [{**way, "interface": interfaces.get(way.get("own", ""), "")} for way in found]
-    return next((way for way in found if "error" in way), {"ways": ways})
+            with contextlib.suppress(OSError):  # `_way_by` connects again, and reports the error
+                probe.connect(tuple(target_address))
+        ways = [_way_by(probe, deadline, *target) for probe, target in zip(probes, targets, strict=True)]
+    for way in ways:
+        if "error" in way:
+            return way
+        way["interface"] = interfaces.get(way["own"], "")
+    return {"ways": ways}
 
 
-def _way_by(probe: socket.socket, until: float, name: str, address: str, port: int) -> dict[str, str]:
+def _way_by(probe: socket.socket, deadline: float, name: str, address: str, port: int) -> dict[str, str]:
     poll = select.poll()
     poll.register(probe, select.POLLOUT)
-    poll.poll(1000 * max(0.0, until - time.monotonic()))
+    poll.poll(1000 * max(0.0, deadline - time.monotonic()))
     try:
         probe.connect((address, port))
     except OSError as error:
@@ -133,11 +138,11 @@ def _way_by(probe: socket.socket, until: float, name: str, address: str, port: i
 
 def connections(pids: list[int]) -> dict[str, Any]:
     """Return the addresses and ports at which ranks of this machine are connected."""
-    found: list[tuple[str, int]] = []
+    addresses: list[tuple[str, int]] = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):  # it has just ended
-            found += addresses_of(psutil.Process(pid))
-    return {"addresses": found}
+            addresses += addresses_of(psutil.Process(pid))
+    return {"addresses": addresses}
 
 
 def memory(pid: int | None) -> dict[str, Any]:
@@ -148,27 +153,28 @@ def memory(pid: int | None) -> dict[str, Any]:
 
 def own_entries() -> list[str]:
     """Return what the search path of this process has besides what belongs to its Python, which a host has itself."""
-    own = {Path(entry) for entry in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)}
-    found = []
+    of_python = {Path(entry) for entry in (*sysconfig.get_paths().values(), sys.prefix, sys.base_prefix)}
+    entries = []
     for entry in sys.path:
         path = Path(entry or os.curdir).absolute()
-        if isinstance(entry, str) and not own & {path, *path.parents}:
-            found.append(str(path))
-    return found
+        if isinstance(entry, str) and not of_python & {path, *path.parents}:
+            entries.append(str(path))
+    return entries
 
 
 def own_modules(entries: Sequence[str]) -> dict[str, ModuleType]:
     """Return the modules of the user's that are imported here from entries of the search path, by their files there."""
-    return {file: module for file, module in _found(sorted(entries, key=len, reverse=True)) if file}
-
-
-def _found(entries: Sequence[str]) -> Iterator[tuple[str, ModuleType]]:
+    longest_first = sorted(entries, key=len, reverse=True)
+    modules = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         path = Path(file) if isinstance(file, str) else Path()
-        # What is no file of its own, as modules that torch makes, has no whole path.
+        # Modules that torch makes without a file have a relative path.
         if path.is_absolute() and name not in ("__main__", "__mp_main__") and is_users(str(path)):
-            yield next((str(path.relative_to(entry)) for entry in entries if path.is_relative_to(entry)), ""), module
+            entry = next((entry for entry in longest_first if path.is_relative_to(entry)), None)
+            if entry is not None:
+                modules[str(path.relative_to(entry))] = module
+    return modules
 
 
 def versions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
@@ -176,10 +182,15 @@ def versions(modules: Mapping[str, ModuleType]) -> dict[str, str]:
     return {name: _checksum(Path(str(module.__file__))) for name, module in modules.items()}
 
 
-def others(files: Mapping[str, str], path: Sequence[str]) -> dict[str, Any]:
+def differing_files(files: Mapping[str, str], path: Sequence[str]) -> dict[str, Any]:
     """Return which files this machine does not have with these checksums where Python would look for them first."""
-    found = {name: next((file for entry in path if (file := Path(entry, name)).is_file()), None) for name in files}
-    return {"names": [name for name, file in found.items() if file is None or _checksum(file) != files[name]]}
+    names = []
+    for name, checksum in files.items():
+        candidates = (Path(entry, name) for entry in path)
+        file = next((file for file in candidates if file.is_file()), None)
+        if file is None or _checksum(file) != checksum:
+            names.append(name)
+    return {"names": names}
 
 
 def _checksum(file: Path) -> str:

@@ -42,7 +42,7 @@ class Hosts:
     def __init__(self, options: LaunchOptions, check: Callable[[], object]) -> None:
         self._options = options.engine
         self._num_ranks = options.num_processes
-        self.said: set[str] = set()  # what users were told about them
+        self.told_notes: set[str] = set()  # what users were told about them
         with contextlib.ExitStack() as undo:
             self.engine = open_engine(options.engine)
             undo.callback(self.engine.close)
@@ -109,7 +109,7 @@ class Hosts:
         self._resources.close()
 
 
-class _Kept:
+class _IdleHosts:
     """Hosts between two launches. They end when nobody has taken them for some minutes."""
 
     def __init__(self, hosts: Hosts) -> None:
@@ -125,37 +125,37 @@ class _Kept:
 
 
 _lock = threading.Lock()
-_kept: _Kept | None = None
+_idle_hosts: _IdleHosts | None = None
 
 
 def open_hosts(options: LaunchOptions, check: Callable[[], object]) -> Hosts:
     """Return the hosts that were kept if they are for this launch and still answer, or else start new ones."""
-    if (kept := _take()) is not None:
+    if (idle := _take()) is not None:
         with contextlib.ExitStack() as undo:
-            undo.callback(kept.hosts.close)
-            if kept.hosts.are_for(options) and kept.hosts.answer(check):
+            undo.callback(idle.hosts.close)
+            if idle.hosts.are_for(options) and idle.hosts.answer(check):
                 undo.pop_all()
-                return kept.hosts
+                return idle.hosts
     return Hosts(options, check)
 
 
 def keep(hosts: Hosts) -> None:
     """Keep hosts for the next launch, in the place of others. Lost hosts, and hosts not to be kept, are ended."""
-    global _kept  # noqa: PLW0603 - one launch at a time is what users do
+    global _idle_hosts  # noqa: PLW0603 - one launch at a time is what users do
     if any(link.lost for link in hosts.links) or not Environment().keep_warm:
         hosts.close()
         return
     close_hosts()
     with _lock:
         atexit.register(close_hosts)
-        _kept = _Kept(hosts)
+        _idle_hosts = _IdleHosts(hosts)
 
 
 def close_hosts() -> None:
     """End the hosts that are kept, if there are any."""
-    kept = _take()
-    if kept is not None:
-        kept.hosts.close()
+    idle = _take()
+    if idle is not None:
+        idle.hosts.close()
 
 
 def close() -> None:
@@ -164,22 +164,22 @@ def close() -> None:
     close_warm_server()
 
 
-def _take(this: _Kept | None = None) -> _Kept | None:
+def _take(only: _IdleHosts | None = None) -> _IdleHosts | None:
     """Take what is kept, or only if it is this."""
-    global _kept  # noqa: PLW0603 - see above
+    global _idle_hosts  # noqa: PLW0603 - see above
     with _lock:
-        taken = _kept if this in (None, _kept) else None
-        if taken is not None:
+        idle = _idle_hosts if only in (None, _idle_hosts) else None
+        if idle is not None:
             atexit.unregister(close_hosts)
-            taken.taken.set()
-            _kept = None
-        return taken
+            idle.taken.set()
+            _idle_hosts = None
+        return idle
 
 
 def _forget() -> None:
     """Forget them, in a process forked from this one: they are the parent's."""
-    global _kept, _lock
-    _kept, _lock = None, threading.Lock()
+    global _idle_hosts, _lock
+    _idle_hosts, _lock = None, threading.Lock()
     atexit.unregister(close_hosts)
 
 

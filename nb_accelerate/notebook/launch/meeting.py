@@ -21,31 +21,35 @@ _ADVICE = (
 )
 
 
-class Met(NamedTuple):
+class Meeting(NamedTuple):
     """Where the first machine listens, and the interface of each machine on the way there."""
 
     address: str
     port: int
     interfaces: tuple[str, ...]
-    own: tuple[str, ...] = ()  # addresses of the other machines on the way to the first
+    ways_to_first: tuple[str, ...] = ()  # addresses of the other machines on the way to the first
 
 
-def addresses_to_try(links: Sequence[Link], known: str | None, check: Callable[[], object]) -> list[str]:
+def addresses_to_try(links: Sequence[Link], engines_address: str | None, check: Callable[[], object]) -> list[str]:
     """Return addresses of the first machine, those first that are the likeliest to be reached by the others."""
     first, *others = links
     if len({link.hello["network"] for link in links}) == 1 and first.hello["network"]:
         return [LOOPBACK]
-    own = _outward(first)
-    named = [address for address in own if own[address] == first.hello["variables"].get("GLOO_SOCKET_IFNAME")]
-    theirs = [address for link in others for address in _outward(link)]
-    routes = first.ask("routes", others=theirs, check=check)["addresses"]
-    found = dict.fromkeys((*named, *filter(None, [known]), *(one for one in routes if one in own), *own))
-    if not found:
+    interfaces = _outward(first)
+    gloo_interface = first.hello["variables"].get("GLOO_SOCKET_IFNAME")
+    ordered = [address for address, interface in interfaces.items() if interface == gloo_interface]
+    if engines_address:
+        ordered.append(engines_address)
+    others_addresses = [address for link in others for address in _outward(link)]
+    routes = first.ask("routes", others=others_addresses, check=check)["addresses"]
+    ordered += [address for address in routes if address in interfaces]
+    ordered += interfaces
+    if not ordered:
         raise StartError(f"machine {first.name} has no network address that others could reach")
-    return [*found]
+    return [*dict.fromkeys(ordered)]
 
 
-def meet(links: Sequence[Link], addresses: Sequence[str], port: int, check: Callable[[], object]) -> Met:
+def agree(links: Sequence[Link], addresses: Sequence[str], port: int, check: Callable[[], object]) -> Meeting:
     """Have the first machine listen at the first address that leads to all machines and back.
 
     Raises:
@@ -54,51 +58,51 @@ def meet(links: Sequence[Link], addresses: Sequence[str], port: int, check: Call
     failures = []
     for address in addresses:
         try:
-            met = listening(links, address, port, check)
-            _try_all_others(links, met.own, check)
+            meeting = listening(links, address, port, check)
+            _try_all_others(links, meeting.ways_to_first, check)
         except StartError as error:
             if any(link.lost for link in links):
                 raise
             failures.append(str(error))
         else:
-            return met
+            return meeting
     raise StartError(f"{'. '.join(dict.fromkeys(failures))}. {_ADVICE}")
 
 
-def broken_way(links: Sequence[Link], met: Met) -> str:
+def broken_way(links: Sequence[Link], meeting: Meeting) -> str:
     """Return which machine no longer reaches another one, while ranks run there; "" if each reaches all others."""
     try:
-        _reached(links, met.address, met.port, lambda: None)
-        _try_all_others(links, met.own, lambda: None)
+        _reached(links, meeting.address, meeting.port, lambda: None)
+        _try_all_others(links, meeting.ways_to_first, lambda: None)
     except StartError as error:
         return str(error)
     return ""
 
 
-def listening(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> Met:
+def listening(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> Meeting:
     """Have the first machine listen, and the others reach it."""
     first = links[0].ask("listen", address=address, port=port, check=check)
     reached = _reached(links, address, first["port"], check)
     interfaces = tuple(way["interface"] for way in (first, *reached))
-    return Met(address, first["port"], interfaces, tuple(way["own"] for way in reached))
+    return Meeting(address, first["port"], interfaces, tuple(way["own"] for way in reached))
 
 
 def _reached(links: Sequence[Link], address: str, port: int, check: Callable[[], object]) -> list[dict[str, str]]:
     first, *others = links
-    places = [(first.name, address, port)]
-    answers = Link.ask_all([(link, "reach", {"places": places}) for link in others], check=check)
+    targets = [(first.name, address, port)]
+    answers = Link.ask_all([(link, "reach", {"targets": targets}) for link in others], check=check)
     return [answer["ways"][0] for answer in answers]
 
 
-def _try_all_others(links: Sequence[Link], own: Sequence[str], check: Callable[[], object]) -> None:
-    """Have all machines but the first listen, at the addresses in `own`, and each try all others at once."""
+def _try_all_others(links: Sequence[Link], ways: Sequence[str], check: Callable[[], object]) -> None:
+    """Have all machines but the first listen, at the addresses `ways`, and each try all others at once."""
     others = links[1:]
     try:
-        listen = [(link, "listen", {"address": address, "port": 0}) for link, address in zip(others, own, strict=True)]
+        listen = [(link, "listen", {"address": way, "port": 0}) for link, way in zip(others, ways, strict=True)]
         ports = [answer["port"] for answer in Link.ask_all(listen, check=check)]
-        places = [(link.name, address, port) for link, address, port in zip(others, own, ports, strict=True)]
-        tried = [(link, [place for to, place in zip(others, places, strict=True) if to is not link]) for link in links]
-        Link.ask_all([(link, "reach", {"places": places}) for link, places in tried if places], check=check)
+        targets = [(link.name, way, port) for link, way, port in zip(others, ways, ports, strict=True)]
+        tries = [(link, [to for other, to in zip(others, targets, strict=True) if other is not link]) for link in links]
+        Link.ask_all([(link, "reach", {"targets": targets}) for link, targets in tries if targets], check=check)
     finally:
         Link.ask_all([(link, "hush", {}) for link in others if not link.lost], check=check)
 

@@ -73,7 +73,7 @@ class Machines:
         self,
         options: LaunchOptions,
         endpoint: tuple[str, int],
-        own: str,
+        own_address: str,
         listener: socket.socket | None,
         *,
         num_processes: int,
@@ -84,18 +84,18 @@ class Machines:
         self._where = "{}:{}".format(*endpoint)
         self._name = f"nb_accelerate {options.rdzv_id}"
         self._kind = f"{options.num_nodes} machines with num_processes={num_processes}"
-        self._me = f"{own} ({socket.gethostname()}, process {os.getpid()})"
+        self._me = f"{own_address} ({socket.gethostname()}, process {os.getpid()})"
         self._is_first = listener is not None
-        self._numbers = range(options.num_nodes)
+        self._node_ranks = range(options.num_nodes)
         # Those that this machine takes, the first that is free. The machine with the store has rank 0 if it can.
-        self._wanted = (*self._numbers[0 if self._is_first else 1 :], 0)
+        self._wanted_node_ranks = (*self._node_ranks[0 if self._is_first else 1 :], 0)
         if options.rdzv_backend == "static":
-            self._wanted = (options.node_rank,)
+            self._wanted_node_ranks = (options.node_rank,)
         self._is_given_up = False
         self._is_over = True  # until `watch`
         self._store: Any = None
-        self._round = self._number = -1
-        self._others: dict[int, str] = {}
+        self._round = self._node_rank = -1
+        self._other_machines: dict[int, str] = {}
         try:
             self._in_thread(functools.partial(self._connect, listener))
         except BaseException:
@@ -107,7 +107,7 @@ class Machines:
     def meet(self) -> tuple[int, str]:
         """Wait for the machines. Return the number of this one, and a name for this round."""
         self._in_thread(self._meet)
-        return self._number, f"{self._name} {self._round}"
+        return self._node_rank, f"{self._name} {self._round}"
 
     def close(self, ended: str) -> None:
         """Leave the launch, which nobody can then take part in."""
@@ -128,7 +128,7 @@ class Machines:
         self._reason = ""
         self._is_over = self._is_watch_closed = False
         self._beats: dict[str, tuple[int, float]] = {}
-        self._told: set[str] = set()
+        self._silent: set[str] = set()
         self._wake = threading.Event()
         self._thread = HelperThread(self._run, name="machines", on_failure=self._lost_store)
         self._thread.start()
@@ -143,12 +143,12 @@ class Machines:
             return
         late = time.monotonic() - _GRACE
         silent = {machine for machine, (_, heard) in [*self._beats.items()] if heard < late and self._thread.is_alive()}
-        for machine in silent - self._told:
+        for machine in silent - self._silent:
             self._request.say(
                 f"nothing has been heard of the machine at {machine} for {_GRACE:g} s: it is down, or without network. "
                 "Ranks that wait for those there go on when it is back"
             )
-        self._told = silent
+        self._silent = silent
 
     def explain(self, error: BaseException | None) -> BaseException | None:
         """Return why the request has failed: the reason of another machine if ranks here only know that they lost it.
@@ -158,18 +158,18 @@ class Machines:
         if self._is_over or self._tells_own_cause() or error is None or not self._request.incidents:
             return error
         # The thread looks every half second: why another machine has failed may be in the store, and not yet read.
-        until = time.monotonic() + _NEWS_LIMIT
-        while self._thread.is_alive() and self._news is None and time.monotonic() < until:
+        deadline = time.monotonic() + _NEWS_LIMIT
+        while self._thread.is_alive() and self._news is None and time.monotonic() < deadline:
             self._thread.join(_WAIT_INTERVAL)
-        one = "the launch on the machine" if len(self._others) == 1 else "a launch on one of the machines"
-        others = [*self._others.values()]
+        launches = "the launch on the machine" if len(self._other_machines) == 1 else "a launch on one of the machines"
+        addresses = [*self._other_machines.values()]
         return (
             self._news
             or self._unreachable
             or MachineError(
-                f"{one} at {', '.join(others)} was killed, or that machine is down or without network: ranks "
+                f"{launches} at {', '.join(addresses)} was killed, or that machine is down or without network: ranks "
                 "have lost others, and no machine has told why",
-                address=others[0].split()[0],
+                address=addresses[0].split()[0],
             )
         )
 
@@ -212,9 +212,9 @@ class Machines:
 
     def _exchange_beats(self) -> None:
         """Say that this machine is there, and note when others have said so: the first of all, all of the first."""
-        self._store.add(f"{self._round}/{self._number}/beats", 1)
+        self._store.add(f"{self._round}/{self._node_rank}/beats", 1)
         now = time.monotonic()
-        for number, machine in self._others.items() if self._is_first else ():
+        for number, machine in self._other_machines.items() if self._is_first else ():
             beats = self._store.add(f"{self._round}/{number}/beats", 0)
             if beats != self._beats.get(machine, (-1, now))[0] or self._store.check([f"ended/{number}"]):
                 self._beats[machine] = beats, now
@@ -237,17 +237,17 @@ class Machines:
 
     def _leave(self, ended: str) -> None:
         with contextlib.suppress(RuntimeError):  # the first machine has gone, and its store with it
-            if not self._others:  # it has only waited: others may come in its place
-                for key in (f"{self._round}/{self._number}", f"{self._round}/{self._number}/there"):
+            if not self._other_machines:  # it has only waited: others may come in its place
+                for key in (f"{self._round}/{self._node_rank}", f"{self._round}/{self._node_rank}/there"):
                     self._store.delete_key(key)
                 return
             if ended != DONE:
                 self._fail(f"the launch on the machine at {self._me} {ended}")
             self._store.set("closed", "")
-            self._store.set(f"ended/{self._number}", "")
+            self._store.set(f"ended/{self._node_rank}", "")
             until = time.monotonic() + _HEARD_LIMIT
             while self._is_first and time.monotonic() < until:
-                if self._store.check([f"ended/{number}" for number in self._numbers]):
+                if self._store.check([f"ended/{number}" for number in self._node_ranks]):
                     break
                 time.sleep(_WAIT_INTERVAL)
 
@@ -326,15 +326,15 @@ class Machines:
 
     def _meet(self) -> None:
         """Take a number in the newest round, and wait until all are taken; begin another round where none is free."""
-        if self._others:
+        if self._other_machines:
             self._begin_round_after(self._round)
-        self._others = {}
+        self._other_machines = {}
         while True:
             self._round = int(self._store.get("round"))
-            wanted, store = self._wanted, self._store
+            wanted, store = self._wanted_node_ranks, self._store
             taken = (n for n in wanted if store.compare_set(f"{self._round}/{n}", "", self._me).decode() == self._me)
-            self._number = next(taken, -1)
-            if self._number < 0:  # the number is that of a launch that was killed, say
+            self._node_rank = next(taken, -1)
+            if self._node_rank < 0:  # the number is that of a launch that was killed, say
                 self._begin_round_after(self._round)
             elif self._all_have_come():
                 return
@@ -345,11 +345,11 @@ class Machines:
 
     def _all_have_come(self) -> bool:
         """Wait for all machines of this round. Return False if another one has begun meanwhile."""
-        keys = [f"{self._round}/{number}" for number in self._numbers]
+        keys = [f"{self._round}/{number}" for number in self._node_ranks]
         marks, limit = [f"{key}/there" for key in keys], math.inf
         while not self._is_given_up:
             if self._store.check(keys):  # each says again that it is there: it may have been killed while it waited
-                self._store.set(marks[self._number], "")
+                self._store.set(marks[self._node_rank], "")
                 limit = min(limit, time.monotonic() + _GRACE)
             has_ended = self._store.check(["closed"])  # first: who sees all earlier may have run its ranks to their end
             are_there = self._store.check(marks)
@@ -357,7 +357,7 @@ class Machines:
                 return False
             if are_there:
                 machines = enumerate(self._store.get(key).decode() for key in keys)
-                self._others = {number: machine for number, machine in machines if number != self._number}
+                self._other_machines = {number: machine for number, machine in machines if number != self._node_rank}
                 return True
             if has_ended:
                 raise StartError("the launch has ended on another machine: nobody can take part in it any more")
@@ -371,8 +371,8 @@ class Machines:
     def _who_is_missing(self, keys: list[str], marks: list[str]) -> str:
         here = [key for key, mark in zip(keys, marks, strict=True) if self._store.check([mark])]
         who = f"here is {', '.join(self._store.get(key).decode() for key in here)}"
-        if len(self._wanted) == 1:
-            missing = [str(number) for number, key in zip(self._numbers, keys, strict=True) if key not in here]
+        if len(self._wanted_node_ranks) == 1:
+            missing = [str(number) for number, key in zip(self._node_ranks, keys, strict=True) if key not in here]
             who = f"number {', '.join(missing)} is missing"
         return (
             f"{len(here)} of {len(keys)} machines came to {self._where} within {self._seconds} s; {who}. Start the "
