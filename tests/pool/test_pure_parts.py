@@ -21,7 +21,7 @@ from nb_accelerate.notebook.magics.commands import COMMANDS
 from nb_accelerate.notebook.magics.names import words_for
 from nb_accelerate.notebook.pool.group import breaks_group
 from nb_accelerate.notebook.pool.plan import plan_cell
-from nb_accelerate.notebook.pool.variables import Before, NamespaceSync, Sent
+from nb_accelerate.notebook.pool.variables import NamespaceSync, NotebookValue, Sent
 from nb_accelerate.notebook.protocol.content import ObjectIds, Snapshot
 from nb_accelerate.notebook.ranks.failing.hang import verdict
 from nb_accelerate.notebook.ranks.output.merge import Merge
@@ -169,7 +169,7 @@ class Thing:
 def sent(sync: NamespaceSync, object_ids: ObjectIds, **values: object) -> None:
     looks = {name: None if isinstance(value, int) else Snapshot(value, object_ids) for name, value in values.items()}
     contents = {key: tokens for name, look in looks.items() if look for key, tokens in look.parts(name).items()}
-    sync.sent(
+    sync.note_sent(
         {name: Sent.of(name, values[name], look, frozenset()) for name, look in looks.items()}, contents, frozenset()
     )
 
@@ -194,7 +194,7 @@ class TestNamespaceSync:
         thing.lr = 0.2
         object_id = object_ids.get(thing)
         assert sync.changed("holder", Snapshot(holder, object_ids), is_new=False) == {object_id}
-        sync.gone([object_id])
+        sync.note_gone([object_id])
         assert sync.changed("holder", Snapshot(holder, object_ids), is_new=False) == set()
 
     def test_plain_data_that_was_changed_in_place_is_known_by_its_name(self):
@@ -207,7 +207,7 @@ class TestNamespaceSync:
 
     def test_what_a_rank_bound_is_its_own_until_it_is_pushed(self):
         sync = NamespaceSync()
-        sync.bound({"x": Before(lambda: 1)})
+        sync.note_bound({"x": NotebookValue(lambda: 1)})
         assert sync.owns("x", 1)
         assert not sync.owns("x", 2)  # the notebook has bound it later
         sent(sync, ObjectIds(), x=1)
@@ -217,12 +217,12 @@ class TestNamespaceSync:
     def test_what_a_rank_deleted_later_is_not_there(self):
         sync = NamespaceSync()
         sent(sync, ObjectIds(), x=1)
-        sync.unbound({"x": Before(lambda: 1)})
+        sync.note_unbound({"x": NotebookValue(lambda: 1)})
         assert (sync.owns("x", 1), sync.is_there("x")) == (True, False)
 
     def test_a_number_that_the_notebook_binds_again_is_the_later_one_by_its_source(self):
         sync = NamespaceSync()
-        sync.bound({name: Before(lambda: 0) for name in ("x", "y", "z")})
+        sync.note_bound({name: NotebookValue(lambda: 0) for name in ("x", "y", "z")})
         sync.note_notebook({"x": 0, "y": 0}, {"x"})
         assert [sync.owns("x", 0), sync.owns("y", 0), sync.deleted] == [False, True, {"z"}]
 
@@ -255,7 +255,7 @@ class TestCellPlan:
 
     def test_what_ranks_lack_is_sent_to_them_once_for_those_that_lack_the_same(self):
         syncs, own = {rank: NamespaceSync() for rank in range(3)}, Thing()
-        syncs[1].bound({"own": Before(lambda: own)})
+        syncs[1].note_bound({"own": NotebookValue(lambda: own)})
         plan = self.plan("own x absent", syncs, own=own, x=2)
         assert plan.send == {0: {"own", "x"}, 1: {"x"}, 2: {"own", "x"}}
         assert [(one.ranks, one.names) for one in plan.deliveries()] == [([0, 2], {"own", "x"}), ([1], {"x"})]
@@ -290,7 +290,7 @@ class TestCellPlan:
 
     def test_what_the_user_asks_for_is_sent_whatever_the_ranks_have(self):
         syncs = {0: NamespaceSync()}
-        syncs[0].bound({"x": Before(lambda: 1)})
+        syncs[0].note_bound({"x": NotebookValue(lambda: 1)})
         plan = self.plan("", syncs, forced="x", x=1)
         assert (plan.send, plan.remarks("cpu")) == ({0: {"x"}}, [])
         with pytest.raises(NameError, match="'y' is not defined"):

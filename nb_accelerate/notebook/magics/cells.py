@@ -261,7 +261,7 @@ def replace(pool: Pool, rank: int | None) -> str:
     if rank is None and len(new) == pool.world_size:
         return pool.brief
     lacking = sorted(
-        set[str]().union(*(pool.variables.own_names - pool.variables.syncs[rank].own.keys() for rank in new))
+        set[str]().union(*(pool.variables.own_names - pool.variables.syncs[rank].own_names.keys() for rank in new))
     )
     whose = f"rank {new[0]} is" if len(new) == 1 else f"ranks {', '.join(map(str, new))} are"
     return f"{whose} new" + (

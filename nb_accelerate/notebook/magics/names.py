@@ -73,13 +73,13 @@ class RankNames:
             with contextlib.suppress(SyntaxError), self._auto.paused():
                 source = read_cell(cell, transform=self._shell.transform_cell)
                 bound = source.stored.union(*(stored_by(names.get(name), names) for name in source.calls))
-        from nb_accelerate.notebook.pool.variables import Before
+        from nb_accelerate.notebook.pool.variables import NotebookValue
 
         for sync in variables.syncs.values():
             sync.note_notebook(names, bound)
         for name, before in variables.trained.items():
             if before.value() is not names.get(name, before.value()):
-                variables.trained[name] = Before.of(name, names)
+                variables.trained[name] = NotebookValue.of(name, names)
                 print(  # noqa: T201 - under what the cell prints
                     f"{name} was trained on the ranks, and is bound to something else here: the next cell there that "
                     f"uses {name} gets that, and loses what was trained. To have the trained one: "

@@ -88,7 +88,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
     containers = {address: name for address, name in sync.containers(plan.variables).items() if name not in values}
     parts = {key: tokens for name, snapshot in snapshots.items() for key, tokens in snapshot.parts(name).items()}
     # What was not looked at, in a large list, may have changed: rather a copy of it than what the ranks have.
-    references = References(plan.object_ids, (sync.known.keys() & parts.keys()) - whole, containers)
+    references = References(plan.object_ids, (sync.sent_tokens.keys() & parts.keys()) - whole, containers)
     try:
         packed = pack(
             Names(dict(sorted(values.items())), states, delivery.edits, sorted(delivery.deleted)),
@@ -112,7 +112,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
     uses = packed.names.union(*(names_in(code) for code in packed.codes)) | sync.uses_of(references.used)
     uses |= {key for key in references.used if isinstance(key, str)}
     contents = {key: parts[key] for key in (*states, *(values.keys() & parts.keys()))}
-    contents |= {key: edit.apply(sync.known[key]) for key, edit in delivery.edits.items()}
+    contents |= {key: edit.apply(sync.sent_tokens[key]) for key, edit in delivery.edits.items()}
     for object_id, value in references.packed.items():  # also what was not looked at, as it is in a large list
         contents[object_id] = parts.get(object_id) or Snapshot(value, plan.object_ids, deep=False).tokens
     # The values themselves are not kept: the notebook may delete them while the cell runs.

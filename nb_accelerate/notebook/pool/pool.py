@@ -26,7 +26,7 @@ from nb_accelerate.notebook.pool.options import CellOptions, PoolOptions
 from nb_accelerate.notebook.pool.packing import SIZE_LIMIT, of_pulled, pack_plan
 from nb_accelerate.notebook.pool.plan import plan_cell
 from nb_accelerate.notebook.pool.source import read_cell
-from nb_accelerate.notebook.pool.variables import RANK_NAMES, SHELL_NAMES, Before, RankVariables
+from nb_accelerate.notebook.pool.variables import RANK_NAMES, SHELL_NAMES, NotebookValue, RankVariables
 from nb_accelerate.notebook.protocol.changed_modules import reloaded_here
 from nb_accelerate.notebook.protocol.main_module import Globals
 from nb_accelerate.notebook.protocol.messages import Call, Result
@@ -310,7 +310,7 @@ class Pool:
             plan, self._changed_on_ranks, None if options.large else SIZE_LIMIT, group.placing.by_value
         )
         try:
-            remarks, before = plan.remarks(group.plan.kind.name), plan.before(source.stored)
+            remarks, before = plan.remarks(group.plan.kind.name), plan.notebook_values(source.stored)
             del plan  # it holds objects of the notebook, which the cell may be meant to free
             request = cell_request(
                 source,
@@ -500,7 +500,7 @@ class Pool:
         self.variables.begin(ranks)
         group.bring_up(ranks, interrupts)
         for sync in self.variables.syncs.values():
-            sync.rejoined()
+            sync.note_rejoined()
 
     def _changed_on_ranks(self, keys: Mapping[int, set[Key]]) -> set[Key]:
         every = tuple(set[Key]().union(*keys.values()))
@@ -520,7 +520,7 @@ class Pool:
         request: Request,
         shipments: Sequence[Shipment],
         variables: Mapping[str, Any],
-        before: Mapping[str, Before],
+        before: Mapping[str, NotebookValue],
     ) -> None:
         """Note what a cell that has ended did to the ranks. Called in the loop's thread.
 
@@ -532,20 +532,21 @@ class Pool:
             sync = self.variables.syncs[number]
             for shipment in shipments:
                 if end.has_names and number in shipment.ranks:
-                    sync.sent(shipment.sent, shipment.contents, shipment.uses)
-                    sync.dropped(shipment.deleted)
-            sync.gone(end.gone)
+                    sync.note_sent(shipment.sent, shipment.contents, shipment.uses)
+                    sync.note_dropped(shipment.deleted)
+            sync.note_gone(end.gone)
             # Python has one object for a small number: that it is bound again is seen in the source alone.
             again = [name for name in before if sync.is_there(name)] if isinstance(end.answer, Result) else ()
-            sync.bound({name: before.get(name) or Before.of(name, variables) for name in (*end.bound, *again)})
-            sync.unbound({name: before.get(name) or Before.of(name, variables) for name in end.unbound})
+            had = {**{name: NotebookValue.of(name, variables) for name in (*end.bound, *end.unbound)}, **before}
+            sync.note_bound({name: had[name] for name in (*end.bound, *again)})
+            sync.note_unbound({name: had[name] for name in end.unbound})
             group.ranks[number].steps = end.steps
         ends = request.cell_ends.values()
         received = [name for shipment in shipments for name in shipment.sent]
         for name in (*received, *(name for end in ends for name in (*end.bound, *end.unbound))):
             trained.pop(name, None)
         names = {name for end in ends for name in end.trained}
-        trained |= {name: Before.of(name, variables) for name in names}
+        trained |= {name: NotebookValue.of(name, variables) for name in names}
         self.variables.announced.difference_update(received)
         first_last = [name for name in reversed(list(variables)) if name in names]
         kinds = ("nn.Module", "Tensor")
