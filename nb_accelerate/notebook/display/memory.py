@@ -27,24 +27,24 @@ _MOSTLY = 0.5  # part of the memory from which on its owner is named first
 def parts_of(held: RankMemory) -> str:
     """Return what a rank holds in one line: ``parameters 2.1 GB, gradients 2.1 GB, optimizer 4.2 GB``."""
     return ", ".join(
-        f"{name} {words.size(number)}" for name, number in zip(_COLUMNS[:3], _numbers(held), strict=False) if number
+        f"{name} {words.size(size)}" for name, size in zip(_COLUMNS[:3], _column_bytes(held), strict=False) if size
     )
 
 
 def sharded_line(held: Mapping[int, RankMemory]) -> str:
     """Return how a model is spread over ranks and what each of them holds; "" if it is not spread."""
-    known = {rank: memory for rank, memory in held.items() if memory.sharding and memory.states}
-    if not known:
+    sharded = {rank: memory for rank, memory in held.items() if memory.sharding and memory.states}
+    if not sharded:
         return ""
-    first = next(iter(known.values()))
-    least, *_, most = sorted([first, *known.values()], key=lambda memory: memory.states)
-    text = f"{first.sharding}: "
+    ordered = sorted(sharded.values(), key=lambda memory: memory.states)
+    least, most = ordered[0], ordered[-1]
+    text = f"{next(iter(sharded.values())).sharding}: "
     if most.states - least.states <= _SAME * most.states:
         text += f"each rank holds {parts_of(most)}"
     else:
-        rank = next(rank for rank, memory in known.items() if memory is most)
+        rank = next(rank for rank, memory in sharded.items() if memory is most)
         text += f"a rank holds {words.size(least.states)} to {words.size(most.states)}; rank {rank} {parts_of(most)}"
-    peak = max(memory.peak for memory in known.values())
+    peak = max(memory.peak for memory in sharded.values())
     return text + (f"; peak {words.size(peak)}" if peak else "")
 
 
@@ -59,12 +59,12 @@ def shortage(samples: Mapping[int, Sample], *, failed: int | None, wanted: int) 
     held = {rank: sample.held for rank, sample in samples.items() if sample.held.states}
     if not held:
         return ""
-    number = failed if failed in held else max(held, key=lambda rank: held[rank].used)
-    lines = ["What each rank had in memory:", *_table(held, number)]
-    sample = samples[number]
+    rank = failed if failed in held else max(held, key=lambda rank: held[rank].used)
+    lines = ["What each rank had in memory:", *_table(held, rank)]
+    sample = samples[rank]
     rows = sample.rows // len(samples) if sample.rows else 0
-    found = advice(sample.held, rows=rows, ranks=len(samples), wanted=wanted)
-    return "\n".join((*lines, *(f"- {tip}" for tip in found[:_MOST_TIPS])))
+    tips = advice(sample.held, rows=rows, ranks=len(samples), wanted=wanted)
+    return "\n".join((*lines, *(f"- {tip}" for tip in tips[:_MOST_TIPS])))
 
 
 def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]:
@@ -74,15 +74,15 @@ def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]
             f"{words.size(wanted)} were asked for at once, and a rank has room for {words.size(held.limit)}: "
             "make that tensor smaller."
         ]
-    found = []
+    tips = []
     fits = rows_that_fit(held, rows=rows, wanted=wanted)
     if fits and fits < rows:
-        found.append(
+        tips.append(
             f"Try at most {words.plural(fits, 'row')} in a batch of each rank, instead of {rows:,}: batch_size={fits} "
             f"and gradient_accumulation_steps={math.ceil(rows / fits)} train as before."
         )
     elif rows > 1 and fits is None:
-        found.append(f"Use smaller batches: each rank had {words.plural(rows, 'row')}.")
+        tips.append(f"Use smaller batches: each rank had {words.plural(rows, 'row')}.")
     needed = held.states + held.pending
     spread = _spreading(held, needed, ranks) if needed >= _WORTH_SHARDING * held.limit else []
     checkpointing = (
@@ -95,7 +95,7 @@ def advice(held: RankMemory, *, rows: int, ranks: int, wanted: int) -> list[str]
         'mixed_precision="bf16", if it is off.'
     )
     holds_mostly_states = needed >= _MOSTLY * (needed + held.activations + wanted)
-    return [*found, *spread, activations] if holds_mostly_states else [*found, activations, *spread]
+    return [*tips, *spread, activations] if holds_mostly_states else [*tips, activations, *spread]
 
 
 def rows_that_fit(held: RankMemory, *, rows: int, wanted: int) -> int | None:
@@ -113,8 +113,8 @@ def _spreading(held: RankMemory, needed: int, ranks: int) -> list[str]:
     """Return how to spread a model over ranks, or further than it is."""
     if held.sharding.startswith("ZeRO"):
         stages = [stage for stage in ("0", "1", "2") if f"stage {stage}" in held.sharding]
-        found = ["Shard more of the model: DeepSpeedPlugin(zero_stage=3)."] if stages and ranks > 1 else []
-        return [*found, 'Keep optimizer states in host memory: DeepSpeedPlugin(offload_optimizer_device="cpu").']
+        tips = ["Shard more of the model: DeepSpeedPlugin(zero_stage=3)."] if stages and ranks > 1 else []
+        return [*tips, 'Keep optimizer states in host memory: DeepSpeedPlugin(offload_optimizer_device="cpu").']
     if held.sharding.startswith("FSDP"):
         return ["Keep shards in host memory, on a GPU: FullyShardedDataParallelPlugin(cpu_offload=True)."]
     if held.sharding or ranks == 1:
@@ -126,18 +126,18 @@ def _spreading(held: RankMemory, needed: int, ranks: int) -> list[str]:
 
 
 def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
-    shown = [rank for number, rank in enumerate(held) if number < _MOST_ROWS or rank == failed]
-    rows = [(str(rank), *_sizes(_numbers(held[rank]))) for rank in shown]
+    shown = [rank for index, rank in enumerate(held) if index < _MOST_ROWS or rank == failed]
+    rows = [(str(rank), *_sizes(_column_bytes(held[rank]))) for rank in shown]
     lines = repr(Table(("rank", *_COLUMNS), rows, right=("rank", *_COLUMNS))).splitlines()
     lines[1 + shown.index(failed)] += "  <- failed"
     more = len(held) - len(shown)
     return [f"  {line}" for line in (*lines, *([f"and {words.plural(more, 'more rank')}"] if more else []))]
 
 
-def _numbers(held: RankMemory) -> tuple[int, ...]:
+def _column_bytes(held: RankMemory) -> tuple[int, ...]:
     """Return the bytes of `_COLUMNS`."""
     return held.parameters, held.gradients, held.optimizer, held.base + held.activations, held.peak, held.limit
 
 
-def _sizes(numbers: Iterable[int]) -> list[str]:
-    return [words.size(number) if number else "-" for number in numbers]
+def _sizes(sizes: Iterable[int]) -> list[str]:
+    return [words.size(size) if size else "-" for size in sizes]

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nb_accelerate")
 
 _ENVIRON = ("sys", "environ")
-# What a rank gets with its `Setup`, which has more to say about it.
+# Settings that have fields of their own in `Setup`.
 _OF_SETUP = {_ENVIRON, ("sys", "path"), ("sys", "argv"), ("sys", "folder")}
 
 # What ranks on another machine do not follow.
 _OF_MACHINE = {_ENVIRON, ("sys", "folder"), ("sys", "limits"), ("sys", "cores"), ("sys", "umask")}
 
-_named: set[Key] = set()  # settings that could not be sent, which the user knows
+_reported_settings: set[Key] = set()  # settings that could not be sent, which the user knows
 
 
 def set_here(*, at_start: bool = True, is_elsewhere: bool = False) -> dict[Key, Any]:
@@ -55,36 +55,39 @@ def set_here(*, at_start: bool = True, is_elsewhere: bool = False) -> dict[Key, 
 
 def differences(before: Mapping[Key, Any], now: Mapping[Key, Any], *, is_elsewhere: bool) -> dict[Key, Any]:
     """Return the settings that are others now: each with its value, the environment with both values of variables."""
-    found = {key: value for key, value in now.items() if not (key in before and is_same(before[key], value))}
+    changed = {key: value for key, value in now.items() if not (key in before and is_same(before[key], value))}
     if is_elsewhere:
-        found = {key: value for key, value in found.items() if key not in _OF_MACHINE}
-    if _ENVIRON in found:
-        old, new = ({os.fsdecode(k): os.fsdecode(v) for k, v in each[_ENVIRON].items()} for each in (before, now))
-        changed = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
-        found[_ENVIRON] = {name: (old.get(name), new.get(name)) for name in changed}
-    return found
+        changed = {key: value for key, value in changed.items() if key not in _OF_MACHINE}
+    if _ENVIRON in changed:
+        old = {os.fsdecode(name): os.fsdecode(value) for name, value in before[_ENVIRON].items()}
+        new = {os.fsdecode(name): os.fsdecode(value) for name, value in now[_ENVIRON].items()}
+        names = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+        changed[_ENVIRON] = {name: (old.get(name), new.get(name)) for name in names}
+    return changed
 
 
 def pack_settings(values: Mapping[Key, Any]) -> dict[str, bytes]:
     """Return settings for ranks. Settings that cannot be pickled are left out, and named once."""
     try:
         return pack_by_module(values)
-    except Exception:  # users' code takes part; which of them it is takes longer to find out
-        found = dict(values)
+    except (
+        Exception
+    ):  # pickling runs code of users; which setting fails is looked for only now, because that takes long
+        sendable = dict(values)
         for key, value in values.items():
             try:
                 pack_by_module({key: value})
             except Exception as error:
-                del found[key]
-                if key not in _named:
-                    _named.add(key)
+                del sendable[key]
+                if key not in _reported_settings:
+                    _reported_settings.add(key)
                     logger.warning(
                         "%s as this notebook has it does not travel to ranks (%s). Set it in the function or cell that "
                         "they run, or start them with start_method='fork'",
                         ".".join(key),
                         error,
                     )
-        return pack_by_module(found)
+        return pack_by_module(sendable)
 
 
 # Variables that describe the kernel's process, and are not true of a rank.
@@ -129,7 +132,7 @@ def rank_environ(
         environ["ACCELERATE_USE_CPU"] = "true"
     elif "ACCELERATE_USE_CPU" in environ:  # and devices were asked for, by number or by name
         environ["ACCELERATE_USE_CPU"] = "false"
-    environ.pop(DEVICE, None)  # of this process, if it is a rank itself
+    environ.pop(DEVICE, None)  # it is of this process, if that is a rank itself
     if plan.is_kind_asked_for and not plan.kind.is_host:
         environ[DEVICE] = plan.device
     if plan.mixed_precision != "no":
@@ -138,7 +141,7 @@ def rank_environ(
     return environ | plan.device_variables(local_rank)  # chosen among the devices that were asked for
 
 
-def variables_of_file(given: Mapping[str, str]) -> dict[str, str]:
+def variables_of_file(env: Mapping[str, str]) -> dict[str, str]:
     """Return what the configuration file of this process says to an `Accelerator`, for ranks that do not read it.
 
     Where the environment of this process says otherwise, that counts, as for ranks here.
@@ -146,9 +149,9 @@ def variables_of_file(given: Mapping[str, str]) -> dict[str, str]:
     Args:
         given: the user's variables. They may name another file, which ranks read.
     """
-    file = None if CONFIG_FILE in given else read_config()
-    said = {} if file is None else file.as_variables({**os.environ, **given})
-    return {name: os.environ.get(name) or value for name, value in said.items()}
+    file = None if CONFIG_FILE in env else read_config()
+    from_file = {} if file is None else file.as_variables({**os.environ, **env})
+    return {name: os.environ.get(name) or value for name, value in from_file.items()}
 
 
 def working_directory() -> str:
@@ -176,8 +179,8 @@ def pack_notebook(
     """
     settings = {} if is_script or inherits else pack_settings(set_here(is_elsewhere=is_elsewhere))
     files = {module.__name__: Path(str(module.__file__)) for module in modules}
-    sent = {name: (str(file), file.read_text()) for name, file in files.items() if file.is_file()}
-    return pack((None if is_script else RandomStates.here(), settings, sent))
+    sources = {name: (str(file), file.read_text()) for name, file in files.items() if file.is_file()}
+    return pack((None if is_script else RandomStates.here(), settings, sources))
 
 
 def make_setup(

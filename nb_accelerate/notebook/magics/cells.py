@@ -46,18 +46,17 @@ def plain_errors() -> Iterator[None]:
 
 
 def _show_as(error: BaseException, lines: Callable[[Style], list[str]]) -> None:
-    if "_render_traceback_" not in vars(error):  # what came from a rank has one
+    if "_render_traceback_" not in vars(error):  # an error of a rank has one, for the frames there
         show_instead(error, lines)
 
 
 def _syntax_lines(error: SyntaxError, style: Style) -> list[str]:
     """Return Python's own drawing, with the cell's name in place of a file's."""
     _, *drawing = traceback.format_exception_only(type(error), error)
-    place = cell_name(error.filename or "") or error.filename
-    shown = [line.rstrip("\n") for line in drawing[:-1]]
+    cell_label = cell_name(error.filename or "") or error.filename
     return [
-        f"{style.where}{place}, line {error.lineno}{style.end}",
-        *shown,
+        f"{style.where}{cell_label}, line {error.lineno}{style.end}",
+        *(line.rstrip("\n") for line in drawing[:-1]),
         f"{style.error}SyntaxError{style.end}: {error.msg}",
     ]
 
@@ -126,24 +125,24 @@ class Cells:
         from nb_accelerate.notebook.pool.source import read_cell
         from nb_accelerate.notebook.protocol.changed_modules import not_of_notebook
 
-        given = parser.parse(line)
-        if given is None:
+        parsed = parser.parse(line)
+        if parsed is None:
             return None
         # Read here, once, before any rank sees it. Where auto mode has inserted the magic, there is no line above it.
-        head = None if "inserted" in given else written
-        filename = self._shell.compile.cache(f"{head}\n{cell}" if head else cell, _number(self._shell))
+        head = None if "inserted" in parsed else written
+        filename = self._shell.compile.cache(f"{head}\n{cell}" if head else cell, _cell_number(self._shell))
         with self._auto.paused():
             source = read_cell(cell, filename=filename, head=head, transform=self._shell.transform_cell)
-        if "rehearse" in given:
-            return self._rehearse(source, given)
-        of_cell = {field.name for field in dataclasses.fields(CellOptions)}
+        if "rehearse" in parsed:
+            return self._rehearse(source, parsed)
+        option_names = {field.name for field in dataclasses.fields(CellOptions)}
         not_of_notebook(filename)
         options = CellOptions(
-            wants_values="out" in given or "background" in given,
-            **{name: value for name, value in {**self._defaults, **given}.items() if name in of_cell},
+            wants_values="out" in parsed or "background" in parsed,
+            **{name: value for name, value in {**self._defaults, **parsed}.items() if name in option_names},
         )
         pool = pools.current()
-        display_id = self._have_ranks(pool, given)
+        display_id = self._have_ranks(pool, parsed)
         if options.converts and pool.options.mixed_precision != "no":
             raise ConfigError(
                 "--mixed-precision is the default of Accelerator(), which a cell with --convert does not have. Write "
@@ -155,30 +154,30 @@ class Cells:
         self._bring_up_to_date(pool)
         variables = self._shell.user_ns
         request = pool.begin(
-            source, options, variables=variables, in_background="background" in given, display_id=display_id
+            source, options, variables=variables, in_background="background" in parsed, display_id=display_id
         )
-        if "background" in given:
+        if "background" in parsed:
             return pools.CellHandle(pool, request)
         values = pool.finish(request)
-        if "out" in given:
-            variables[given["out"]] = values
+        if "out" in parsed:
+            variables[parsed["out"]] = values
         return None
 
-    def _rehearse(self, source: CellSource, given: dict[str, Any]) -> Rehearsal:
+    def _rehearse(self, source: CellSource, parsed: dict[str, Any]) -> Rehearsal:
         """Run a cell with the notebook's names, which stay as they are, as ranks of many."""
         from nb_accelerate.notebook.pool.source import as_function
         from nb_accelerate.rehearsing import rehearse_cell
 
         variables = self._shell.user_ns
-        if "converts" in given or "background" in given:
+        if "converts" in parsed or "background" in parsed:
             raise ConfigError("A cell is rehearsed without --convert and --background. Leave them out.")
-        asked = {"num_processes": 8, **self._defaults, **given}
-        of_launch = {name: asked[name] for name in ("num_processes", "mixed_precision") if name in asked}
+        options = {"num_processes": 8, **self._defaults, **parsed}
+        of_rehearsal = {name: options[name] for name in ("num_processes", "mixed_precision") if name in options}
         function = as_function(source, self._shell.transform_cell, variables)
-        found = rehearse_cell(function, wants_accelerator=source.wants_accelerator, **of_launch)
-        if "out" in given:
-            variables[given["out"]] = found
-        return found
+        rehearsal = rehearse_cell(function, wants_accelerator=source.wants_accelerator, **of_rehearsal)
+        if "out" in parsed:
+            variables[parsed["out"]] = rehearsal
+        return rehearsal
 
     def _bring_up_to_date(self, pool: Pool) -> None:
         """Give ranks the settings, the modules and the seeds of the notebook; busy ones with a later cell."""
@@ -203,35 +202,35 @@ class Cells:
             pool.call(RandomStates.here().use)
             self._is_seeded = False
 
-    def _have_ranks(self, pool: Pool, given: dict[str, Any]) -> str:
+    def _have_ranks(self, pool: Pool, parsed: dict[str, Any]) -> str:
         """Start ranks if there are none. Returns the id of the display that says so, which a panel replaces, or ""."""
         from nb_accelerate.notebook.display.frontend import choose_front_end
         from nb_accelerate.notebook.pool.options import PoolOptions
 
-        asked = {name: value for name, value in given.items() if name in (*_POOL, *_ENGINE)}
+        asked_options = {name: value for name, value in parsed.items() if name in (*_POOL, *_ENGINE)}
         if not pool.has_ranks:
             defaults = {name: value for name, value in self._defaults.items() if name in _POOL}
-            pending = None if asked else pool.pending
-            options = pending or PoolOptions(**{**defaults, **asked})
+            pending = None if asked_options else pool.pending
+            options = pending or PoolOptions(**{**defaults, **asked_options})
             self._is_seeded = False
-            if choose_front_end(given.get("progress", self._defaults.get("progress", "auto"))) == "widget":
-                place = {"display_id": uuid.uuid4().hex}
+            if choose_front_end(parsed.get("progress", self._defaults.get("progress", "auto"))) == "widget":
+                transient = {"display_id": uuid.uuid4().hex}
                 publish = self._shell.display_pub.publish
-                publish({"text/plain": "starting ranks"}, transient=place)
+                publish({"text/plain": "starting ranks"}, transient=transient)
                 pool.start(options)
-                publish({"text/plain": pool.brief}, transient=place, update=True)
-                return place["display_id"]
+                publish({"text/plain": pool.brief}, transient=transient, update=True)
+                return transient["display_id"]
             pool.start(options)
             _show(pool.brief)
             return ""
-        for name, value in asked.items():
+        for name, value in asked_options.items():
             running = pool.world_size if name == "num_processes" else _of_running(pool, name)
             if value != running:
                 flag = "-n" if name == "num_processes" else {**_POOL, **_ENGINE}[name]
                 shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-                how = f"without {flag}" if running is None else f"with {flag} {running}"
+                started = f"without {flag}" if running is None else f"with {flag} {running}"
                 raise PoolError(
-                    f"{flag} {shown}: the ranks that run were started {how}. To start others, and lose what these "
+                    f"{flag} {shown}: the ranks that run were started {started}. To start others, and lose what these "
                     f"have: %distributed stop, then this cell again"
                 )
         return ""
@@ -249,7 +248,7 @@ def _show(text: str) -> None:
     print(text)  # noqa: T201 - it was asked for
 
 
-def _number(shell: InteractiveShell) -> int:
+def _cell_number(shell: InteractiveShell) -> int:
     # Newer shells count up before they run it, older ones after; both store its text before.
     history = shell.history_manager
     return (len(history.input_hist_raw) - 1 if history is not None else 0) or shell.execution_count
@@ -280,9 +279,9 @@ def offer(pool: Pool, ranks: Sequence[int] | None) -> str:
     lost = [rank for rank in pool.lost if ranks is None or rank in ranks]
     if not lost or pool.group is None:
         return ""
-    ones = ("its variables are", "a new rank in its place") if len(lost) == 1 else ("their variables are", "new ranks")
-    how = pool.group.how_they_ended(lost)
-    question = f"{how}. {ones[0].capitalize()} lost. Start {ones[1]}, and run this cell? [Y/n] "
+    whose, new = ("Its", "a new rank in its place") if len(lost) == 1 else ("Their", "new ranks")
+    ends = pool.group.how_they_ended(lost)
+    question = f"{ends}. {whose} variables are lost. Start {new}, and run this cell? [Y/n] "
     try:
         reply = input(question)
     except (EOFError, NotImplementedError):  # nobody is there, or IPython's StdinNotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.config.checks import suggest
@@ -86,7 +87,7 @@ class Commands:
     def run(self, line: str) -> None:
         """Do one command; replaced below by the whole help."""
         with plain_errors():
-            name, _, rest = line.strip().partition(" ")
+            name, _, arguments = line.strip().partition(" ")
             if name in ("", "help", "-h", "--help"):
                 _say(HELP_TEXT)
                 return
@@ -95,18 +96,18 @@ class Commands:
                 raise ConfigError(
                     f"there is no %distributed {name}.{suggest(name, COMMANDS)} Write one of: {', '.join(COMMANDS)}"
                 )
-            options = command.parse(rest)
+            options = command.parse(arguments)
             if options is not None:
                 act: Callable[[dict[str, Any]], None] = getattr(self, "_switch_auto" if name == "auto" else f"_{name}")
                 act(options)
 
     run.__doc__ = HELP_TEXT
 
-    def _start(self, given: dict[str, Any]) -> None:
+    def _start(self, options: dict[str, Any]) -> None:
         from nb_accelerate.notebook.pool.options import PoolOptions
 
         defaults = {name: value for name, value in self._defaults.items() if name in args.names_of(POOL)}
-        self._pool.start(PoolOptions(**{**defaults, **given}))
+        self._pool.start(PoolOptions(**{**defaults, **options}))
         _say(self._pool.brief)
 
     def _status(self, _: dict[str, Any]) -> None:
@@ -116,34 +117,34 @@ class Commands:
         _say(f"{self._pool.describe()}: {self._pool.state.value}")
         _say(status_table(self._pool.status(), self._pool.where()))
 
-    def _push(self, given: dict[str, Any]) -> None:
-        missing = [name for name in given["names"] if name not in self._shell.user_ns]
+    def _push(self, options: dict[str, Any]) -> None:
+        missing = [name for name in options["names"] if name not in self._shell.user_ns]
         if missing:
             near = suggest(missing[0], [name for name in self._shell.user_ns if not name.startswith("_")])
             raise NameError(f"name {missing[0]!r} is not defined in the notebook.{near}")
-        values = {name: self._shell.user_ns[name] for name in given["names"]}
-        ranks = given.get("ranks")
-        self._pool.push(values, ranks, large=bool(given.get("large")))
+        values = {name: self._shell.user_ns[name] for name in options["names"]}
+        ranks = options.get("ranks")
+        self._pool.push(values, ranks, large=bool(options.get("large")))
         _say(f"{', '.join(values)}: sent to {_whom(ranks)}")
 
-    def _pull(self, given: dict[str, Any]) -> None:
+    def _pull(self, options: dict[str, Any]) -> None:
         from nb_accelerate.notebook.worker.received import share
 
-        pool, names = self._pool, given["names"]
-        ranks = given.get("ranks", None if given.get("all") else (0,))
+        pool, names = self._pool, options["names"]
+        ranks = options.get("ranks", None if options.get("all") else (0,))
         try:
             by_rank = pool.pull(names, ranks)
-            differing = [] if {"ranks", "all"} & given.keys() else pool.differing(names)
+            differing = [] if {"ranks", "all"} & options.keys() else pool.differing(names)
         except NameError as error:
             raise NameError(str(error)) from None  # without the traceback of a rank
         is_one = ranks is not None and len(ranks) == 1
         values = {
-            name: found[0] if is_one else list(found)
-            for name, found in zip(names, zip(*by_rank, strict=True), strict=True)
+            name: of_ranks[0] if is_one else list(of_ranks)
+            for name, of_ranks in zip(names, zip(*by_rank, strict=True), strict=True)
         }
         self._shell.user_ns.update(values)
-        is_of_all = is_one and not differing and "ranks" not in given and not pool.lost
-        pool.variables.note_pulled(values, (lambda shapes: pool.call(share, shapes)) if is_of_all else None)
+        is_shared = is_one and not differing and "ranks" not in options and not pool.lost
+        pool.variables.note_pulled(values, functools.partial(pool.call, share) if is_shared else None)
         differ = f"; the other ranks' are different: %distributed pull {' '.join(differing)} --all" if differing else ""
         _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
 
@@ -153,15 +154,15 @@ class Commands:
         pool.interrupt()
         _say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
 
-    def _restart(self, given: dict[str, Any]) -> None:
-        _say(replace(self._pool, given["rank"]))
+    def _restart(self, options: dict[str, Any]) -> None:
+        _say(replace(self._pool, options["rank"]))
 
-    def _debug(self, given: dict[str, Any]) -> None:
+    def _debug(self, options: dict[str, Any]) -> None:
         from nb_accelerate.notebook.pool.options import CellOptions
         from nb_accelerate.notebook.pool.source import read_cell
 
         pool = self._pool
-        rank = pool.failed_rank if given["rank"] is None else given["rank"]
+        rank = pool.failed_rank if options["rank"] is None else options["rank"]
         if rank is None:
             raise PoolError("no cell has failed on the ranks, so there is nothing to look into")
         # Not a cell of the user's: no text of it is kept, and auto mode does not see it.
@@ -177,12 +178,12 @@ class Commands:
         self._pool.pending = None
         _say("the ranks have ended" if was_running else "no ranks are running")
 
-    def _switch_auto(self, given: dict[str, Any]) -> None:
-        self._auto.is_on = given["how"] == "on"
+    def _switch_auto(self, options: dict[str, Any]) -> None:
+        self._auto.is_on = options["how"] == "on"
         _say("cells run on the ranks; %%local keeps one here" if self._auto.is_on else "cells run in the notebook")
 
-    def _config(self, given: dict[str, Any]) -> None:
-        self._defaults.update(given)
+    def _config(self, options: dict[str, Any]) -> None:
+        self._defaults.update(options)
         for group in (POOL, ENGINE, SHOW):
             for option in args.written(group, self._defaults):
                 _say(option)
@@ -202,16 +203,17 @@ def status_table(ranks: Sequence[RankStatus], positions: Mapping[int, str]) -> s
     """Return a table with a row for each rank, and a line about how models are spread over them."""
     has_models = any(status.held.states for status in ranks)
     held_columns = ("peak", "parameters", "gradients", "optimizer") if has_models else ()
-    machines = len({status.machine for status in ranks}) > 1
-    titles = ("rank", *(["machine"] if machines else []), "pid", "device", "memory", *held_columns, "state", "now")
+    has_machines = len({status.machine for status in ranks}) > 1
+    titles = ("rank", *(["machine"] if has_machines else []), "pid", "device", "memory", *held_columns, "state", "now")
     rows = []
     for status in ranks:
         now = status.doing if status.state == "ended" else positions.get(status.rank, "")
+        if now == "idle":
+            now = ""
         held = status.held
         sizes = [status.memory, *((held.peak, held.parameters, held.gradients, held.optimizer) if has_models else ())]
-        memory = [size(number) if number else "" for number in sizes]
-        now = "" if now == "idle" else now
-        place = [status.machine] if machines else []
-        rows.append((str(status.rank), *place, str(status.pid or ""), status.device, *memory, status.state, now))
+        memory = [size(num_bytes) if num_bytes else "" for num_bytes in sizes]
+        machine = [status.machine] if has_machines else []
+        rows.append((str(status.rank), *machine, str(status.pid or ""), status.device, *memory, status.state, now))
     sharding = sorted({status.held.sharding for status in ranks if status.held.sharding})
     return repr(Table(titles, rows, notes=[f"models: {kind}" for kind in sharding]))

@@ -52,7 +52,7 @@ class _Literals(NamedTuple):
     values: tuple[Any, ...]
 
 
-class _OwnModule(NamedTuple):
+class _UserModule(NamedTuple):
     spec: Any  # another one after importlib.reload
     literals: list[_Literals]
 
@@ -61,14 +61,14 @@ class _Notebook:
     """What is known of the notebook's text and of the modules that are imported here."""
 
     def __init__(self) -> None:
-        self.read: set[str] = set()
+        self.read_files: set[str] = set()
         self.aliases: dict[str, str] = {}
         self.assigned: set[str] = set()
-        self.told: set[str] = set()
-        self.paths: dict[tuple[str, str], Callable[[Any], Any]] = {}
+        self.told_names: set[str] = set()
+        self.readers: dict[tuple[str, str], Callable[[Any], Any]] = {}
         self.num_modules = 0
-        self.looked_at: set[str] = set()
-        self.own: dict[str, _OwnModule] = {}
+        self.seen_modules: set[str] = set()
+        self.user_modules: dict[str, _UserModule] = {}
 
 
 _notebook = _Notebook()
@@ -76,43 +76,44 @@ _notebook = _Notebook()
 
 def not_of_notebook(filename: str) -> None:
     """Note that a text is of a cell of the ranks: it assigns there, and not here."""
-    _notebook.read.add(filename)
+    _notebook.read_files.add(filename)
 
 
 def changed_here() -> dict[tuple[str, str], Any]:
     """Return what was changed in modules, by module and path of the attribute."""
-    found: dict[tuple[str, str], Any] = {}
+    changes: dict[tuple[str, str], Any] = {}
     _read_texts()
-    for (module, path), read in _notebook.paths.items():
-        with contextlib.suppress(Exception):  # it was only written about; or a property fails
+    for (module, path), read in _notebook.readers.items():
+        with contextlib.suppress(Exception):  # the line that assigns it has not run, or a property fails
             value = read(imported(module))
-            found[module, path] = value.copy() if type(value) in (dict, list, set) else value
-    for module_name, own in _own_modules().items():
+            changes[module, path] = value.copy() if type(value) in (dict, list, set) else value
+    for module_name, user_module in _user_modules().items():
         if imported(module_name) is not None:
-            changes = _changes(imported(module_name), own.literals)
-            found.update(((module_name, path), value) for path, value in changes)
-    for key in found.keys() - _notebook.paths.keys():  # from now on, also when it is as in the file again
-        _notebook.paths[key] = operator.attrgetter(key[1])
-    return found
+            literal_changes = _changes(imported(module_name), user_module.literals)
+            changes.update(((module_name, path), value) for path, value in literal_changes)
+    for key in changes.keys() - _notebook.readers.keys():  # sent from now on, also when it is as in the file again
+        _notebook.readers[key] = operator.attrgetter(key[1])
+    return changes
 
 
 def reloaded_here() -> list[str]:
     """Return the modules of the user's that were reloaded since this was called."""
-    others = [
+    reloaded = [
         name
-        for name, own in _own_modules().items()
-        if imported(name) is not None and imported(name).__spec__ is not own.spec
+        for name, user_module in _user_modules().items()
+        if imported(name) is not None and imported(name).__spec__ is not user_module.spec
     ]
-    for name in others:
-        _notebook.own[name] = _OwnModule(imported(name).__spec__, list(_literals(imported(name))))
-    return others
+    for name in reloaded:
+        module = imported(name)
+        _notebook.user_modules[name] = _UserModule(module.__spec__, list(_literals(module)))
+    return reloaded
 
 
 # The text of the notebook.
 
 _OF_INTEREST = re.compile(r"\bimport\b|\w\.\w+\s*=(?!=)|\bsetattr\b|\bsys\.|\.register\b|\.library\.")
 
-# What changes a process by a call, or assigns to an entry, and cannot be read from it.
+# Calls, and assignments to entries, that change a process in a way that cannot be read from it.
 _STAYS_HERE = re.compile(
     r"codecs\.register|sys\.(meta_path|path_hooks)\.(append|insert)|sys\.modules\[\]"
     r"|torch\.library\.(define|impl|Library|register_\w+)"
@@ -120,8 +121,8 @@ _STAYS_HERE = re.compile(
 
 
 def _read_texts() -> None:
-    for filename in [name for name in [*linecache.cache] if name not in _notebook.read]:
-        _notebook.read.add(filename)
+    for filename in [name for name in [*linecache.cache] if name not in _notebook.read_files]:
+        _notebook.read_files.add(filename)
         text = "".join(lines_of_cell(filename) or ())
         if _OF_INTEREST.search(text):
             with contextlib.suppress(SyntaxError, ValueError):
@@ -130,7 +131,7 @@ def _read_texts() -> None:
         key = _resolved(dotted)
         if key is not None:
             _notebook.assigned.discard(dotted)
-            _notebook.paths[key] = operator.attrgetter(key[1])
+            _notebook.readers[key] = operator.attrgetter(key[1])
 
 
 def _read_text(tree: ast.Module) -> None:
@@ -146,7 +147,7 @@ def _read_text(tree: ast.Module) -> None:
     for node in nodes:
         target: Any = node
         name: Any = None
-        is_stub = False
+        is_entry = False
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             target, name = node.value, node.attr
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr" and len(node.args) > 1:
@@ -154,7 +155,7 @@ def _read_text(tree: ast.Module) -> None:
         elif isinstance(node, ast.Call):
             target = node.func
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            target, is_stub = node.value, True
+            target, is_entry = node.value, True
         else:
             continue
         parts: list[str] = []
@@ -169,16 +170,20 @@ def _read_text(tree: ast.Module) -> None:
             if base.partition(".")[0] not in _NOT_FOLLOWED:
                 _notebook.assigned.add(f"{dotted}.{name}")
         else:
-            _tell_if_it_stays(f"{dotted}[]" if is_stub else dotted)
+            _tell_if_it_stays(f"{dotted}[]" if is_entry else dotted)
 
 
 def _tell_if_it_stays(dotted: str) -> None:
-    generic = _resolved(dotted) if dotted.endswith(".register") else None
-    function = imported(generic[0]) if generic is not None else None
-    for part in generic[1].split(".")[:-1] if generic is not None else ():
-        function = getattr(function, part, None)
-    if dotted not in _notebook.told and (_STAYS_HERE.fullmatch(dotted) or hasattr(function, "dispatch")):
-        _notebook.told.add(dotted)
+    stays = _STAYS_HERE.fullmatch(dotted) is not None
+    attribute = _resolved(dotted) if dotted.endswith(".register") else None
+    if attribute is not None:
+        module, path = attribute
+        function: Any = imported(module)
+        for part in path.split(".")[:-1]:
+            function = getattr(function, part, None)
+        stays = stays or hasattr(function, "dispatch")  # of `functools.singledispatch`
+    if stays and dotted not in _notebook.told_names:
+        _notebook.told_names.add(dotted)
         logger.warning(
             "%s of this notebook does not reach ranks. Write it in the function or cell that they run too.",
             dotted.replace("[]", "[...]"),
@@ -206,23 +211,19 @@ def _resolved(dotted: str) -> tuple[str, str] | None:
 # Modules of the user's.
 
 
-def _own_modules() -> dict[str, _OwnModule]:
+def _user_modules() -> dict[str, _UserModule]:
     if len(sys.modules) != _notebook.num_modules:
         _notebook.num_modules = len(sys.modules)
         for name, module in list(sys.modules.items()):
-            if name in _notebook.looked_at:
+            if name in _notebook.seen_modules:
                 continue
-            _notebook.looked_at.add(name)
+            _notebook.seen_modules.add(name)
             file = getattr(module, "__file__", None)
-            spec = getattr(module, "__spec__", None)  # torch.ops has none, and a file that is none
-            if (
-                spec is not None
-                and isinstance(file, str)
-                and name not in ("__main__", "__mp_main__")
-                and is_users(file)
-            ):
-                _notebook.own[name] = _OwnModule(spec, list(_literals(module)))
-    return _notebook.own
+            spec = getattr(module, "__spec__", None)  # torch.ops has none, and its `__file__` names no file
+            is_main = name in ("__main__", "__mp_main__")
+            if spec is not None and isinstance(file, str) and not is_main and is_users(file):
+                _notebook.user_modules[name] = _UserModule(spec, list(_literals(module)))
+    return _notebook.user_modules
 
 
 def _literals(module: ModuleType) -> Iterator[_Literals]:
@@ -236,19 +237,19 @@ def _literals(module: ModuleType) -> Iterator[_Literals]:
 
 def _is_as_imported(module: ModuleType, file: Path) -> bool:
     """Return whether a file has not been edited since it was imported."""
-    found = file.stat()
+    stat = file.stat()
     cached = getattr(module, "__cached__", None) or importlib.util.cache_from_source(str(file))
     try:
         with io.open_code(cached) as stream:
             flags, modified, size = struct.unpack("<4xIII", stream.read(16))
     except (OSError, struct.error):
-        return found.st_mtime < _BEGAN
-    return not flags and modified == int(found.st_mtime) & 0xFFFFFFFF and size == found.st_size & 0xFFFFFFFF
+        return stat.st_mtime < _BEGAN
+    return not flags and modified == int(stat.st_mtime) & 0xFFFFFFFF and size == stat.st_size & 0xFFFFFFFF
 
 
 def _literals_of(scope: ast.Module | ast.ClassDef, holder: Any, path: str) -> Iterator[_Literals]:
-    found: dict[str, Any] = {}
-    elsewhere = {name for node in ast.walk(scope) if isinstance(node, ast.Global) for name in node.names}
+    literals: dict[str, Any] = {}
+    rebound = {name for node in ast.walk(scope) if isinstance(node, ast.Global) for name in node.names}
     for node in scope.body:
         if isinstance(node, ast.ClassDef):
             inner = vars(holder).get(node.name)
@@ -262,39 +263,39 @@ def _literals_of(scope: ast.Module | ast.ClassDef, holder: Any, path: str) -> It
             (name,) = names
             with contextlib.suppress(ValueError):
                 value = ast.literal_eval(node.value)
-                if name not in found:
-                    found[name] = value
+                if name not in literals:
+                    literals[name] = value
                     continue
-        # A name that something else binds: a loop, a branch, a second assignment, a function with "global".
-        elsewhere |= {
+        # A name that a loop, a branch, a second assignment or a function with "global" binds need not have its literal.
+        rebound |= {
             part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
         }
-    kept = {name: value for name, value in found.items() if name not in elsewhere and not name.startswith("__")}
+    kept = {name: value for name, value in literals.items() if name not in rebound and not name.startswith("__")}
     yield _Literals(holder, path, tuple(kept), tuple(kept.values()))
 
 
 def _changes(module: ModuleType, literals: list[_Literals]) -> Iterator[tuple[str, Any]]:
-    known = set[str]()
+    literal_names = set[str]()
     for holder, path, names, values in literals:
-        own = vars(holder)
+        attributes = vars(holder)
         if not path:
-            known.update(names)
-        now = tuple(map(own.get, names))
+            literal_names.update(names)
+        current = tuple(map(attributes.get, names))
         try:
-            if now == values:
+            if current == values:
                 continue
         except Exception:  # noqa: S110 - arrays, and users' classes, have no truth: then each is looked at
             pass
-        for name, value, literal in zip(names, now, values, strict=True):
-            if name in own and not is_same(value, literal):
+        for name, value, literal in zip(names, current, values, strict=True):
+            if name in attributes and not is_same(value, literal):
                 if _is_plain(value) or _is_of_notebook(value):
                     yield path + name, value.copy() if type(value) in (dict, list, set) else value
                 elif (part := _of_notebook(value)) is not None:
                     yield path + name, part
     for name, value in list(vars(module).items()):
-        if name in known or name.startswith("__"):
+        if name in literal_names or name.startswith("__"):
             continue
-        if type(value).__module__ in _notebook.own:  # a registry, with its dictionaries
+        if type(value).__module__ in _notebook.user_modules:  # a registry, with its dictionaries
             parts = [(f"{name}.{part}", inner) for part, inner in list(getattr(value, "__dict__", {}).items())]
         else:
             parts = [(name, value)]

@@ -72,10 +72,11 @@ _SMALLEST = sys.float_info.min
 
 def _threads(torch: Any) -> int | None:
     """Return how many threads somebody has asked for; None for the number that torch begins with."""
-    number: int = torch.get_num_threads()
+    num_threads: int = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    is_own = number in (cores, cores // 2) or str(number) == os.environ.get("OMP_NUM_THREADS")  # half, with two each
-    return None if is_own else number
+    # Torch begins with a thread for each physical core: half of them, where each is counted twice.
+    is_default = num_threads in (cores, cores // 2) or str(num_threads) == os.environ.get("OMP_NUM_THREADS")
+    return None if is_default else num_threads
 
 
 def _autocast(device: str) -> Row:
@@ -87,13 +88,13 @@ def _autocast(device: str) -> Row:
 
 
 def _changed_config(module: Any) -> dict[str, Any]:
-    found = {}
+    overrides = {}
     for name, entry in module._config.items():  # noqa: SLF001 - its own ways to read it take half a millisecond
         value = entry.user_override
         value = value.get() if hasattr(value, "get") and hasattr(value, "reset") else value  # a ContextVar, from 2.12
         if type(value) is not object and name != "_save_config_ignore":
-            found[name] = value
-    return found
+            overrides[name] = value
+    return overrides
 
 
 def _set_all(owner: Any, values: dict[str, Any]) -> None:
@@ -140,29 +141,29 @@ def _is_of_notebook(value: Any) -> bool:
     return "__main__" in (getattr(entry or value, "__module__", None), type(value).__module__)
 
 
-# Of each option: the dictionary that has it, its key there, its default, its name.
-_pandas_places: list[tuple[dict[str, Any], str, Any, str]] = []
+# For each option of pandas: the dictionary that has it, its key there, its default, its name.
+_pandas_entries: list[tuple[dict[str, Any], str, Any, str]] = []
 
 
 def _pandas_options(pandas: Any) -> dict[str, Any]:
     config = pandas._config.config  # noqa: SLF001 - describe_option only prints them, get_option warns of deprecated ones
     options = config._registered_options  # noqa: SLF001
-    if len(_pandas_places) != len(options):
-        _pandas_places.clear()
+    if len(_pandas_entries) != len(options):
+        _pandas_entries.clear()
         for name, option in options.items():
-            *path, key = name.split(".")
-            place = functools.reduce(operator.getitem, path, config._global_config)  # noqa: SLF001
-            _pandas_places.append((place, key, option.defval, name))
+            *sections, key = name.split(".")
+            owner = functools.reduce(operator.getitem, sections, config._global_config)  # noqa: SLF001
+            _pandas_entries.append((owner, key, option.defval, name))
     return {
-        name: place[key]
-        for place, key, default, name in _pandas_places
-        if place[key] is not default and place[key] != default
+        name: owner[key]
+        for owner, key, default, name in _pandas_entries
+        if owner[key] is not default and owner[key] != default
     }
 
 
 def _set_quietly(update: Callable[..., object], values: Mapping[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of options that are deprecated, which the notebook has shown
+        warnings.simplefilter("ignore")  # the notebook has shown those about deprecated options already
         for name, value in values.items():
             update(name, value)
 
@@ -181,12 +182,12 @@ def _rc_params(matplotlib: Any) -> dict[str, Any]:
 
 
 def _safe_globals(torch: Any) -> list[Any]:
-    # By name where a module has it: unpickling it would import that module on each rank.
-    found = []
-    for one in torch.serialization.get_safe_globals():
-        module = getattr(one, "__module__", "__main__")
-        found.append(one if module == "__main__" else (module, one.__qualname__))
-    return found
+    # What a module has is sent by its name, because unpickling the object would import that module on each rank.
+    safe = []
+    for allowed in torch.serialization.get_safe_globals():
+        module = getattr(allowed, "__module__", "__main__")
+        safe.append(allowed if module == "__main__" else (module, allowed.__qualname__))
+    return safe
 
 
 def _add_safe_globals(torch: Any, values: list[Any]) -> None:
@@ -214,7 +215,8 @@ def _decimal(_: Any) -> dict[str, Any]:
 
 
 def _umask(_: Any) -> int:
-    mask = os.umask(0o077)  # nothing but setting it returns it; another thread's file is rather too private than open
+    # Only setting the mask returns it. A file that another thread makes meanwhile had better be too private than open.
+    mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
@@ -223,19 +225,19 @@ _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.start
 
 
 def _set_limits(_: Any, values: dict[int, tuple[int, int]]) -> None:
-    for number, value in values.items():
-        if resource.getrlimit(number) != value:
-            resource.setrlimit(number, value)
+    for limit, value in values.items():
+        if resource.getrlimit(limit) != value:
+            resource.setrlimit(limit, value)
 
 
 def _set_environ(_: Any, changes: dict[str, tuple[str | None, str | None]]) -> None:
     """Set variables to the second value of each pair, where this rank has the first: others are its own."""
-    for name, (before, now) in changes.items():
-        if os.environ.get(name) != before:
+    for name, (old, new) in changes.items():
+        if os.environ.get(name) != old:
             continue
         os.environ.pop(name, None)
-        if now is not None:
-            os.environ[name] = now
+        if new is not None:
+            os.environ[name] = new
         if name == "TZ":
             time.tzset()
 
@@ -277,29 +279,27 @@ class _OnFile(NamedTuple):
 
 
 def _handlers(owner: logging.Logger) -> tuple[Any, ...]:
-    found: list[Any] = []
+    handlers: list[Any] = []
     for handler in owner.handlers:
         common = handler.level, handler.formatter, tuple(handler.filters)
         if type(handler) is logging.FileHandler:
-            found.append(_OnFile(handler.baseFilename, handler.encoding, *common))
+            handlers.append(_OnFile(handler.baseFilename, handler.encoding, *common))
         elif type(handler) is logging.StreamHandler:
             stream = handler.stream
-            if (
-                stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-                or type(stream).__name__ == "OutStream"
-            ):
+            standard = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+            if stream in standard or type(stream).__name__ == "OutStream":
                 is_out = stream is sys.stdout or "stdout" in str(getattr(stream, "name", ""))
-                found.append(_OnStream("stdout" if is_out else "stderr", *common))
-    return tuple(found)
+                handlers.append(_OnStream("stdout" if is_out else "stderr", *common))
+    return tuple(handlers)
 
 
 _LOGGERS = "loggers"
-_made: dict[str, list[logging.Handler]] = {}
+_made_handlers: dict[str, list[logging.Handler]] = {}
 
 
 def _set_loggers(module: Any, values: dict[str, tuple[Any, ...]]) -> None:
-    gone = _made.keys() - values.keys() if module is logging else ()
-    values = values | dict.fromkeys(gone, (logging.NOTSET, True, False, ()))
+    unset = _made_handlers.keys() - values.keys() if module is logging else ()
+    values = values | dict.fromkeys(unset, (logging.NOTSET, True, False, ()))
     for name, (level, propagates, is_disabled, handlers) in values.items():
         is_new = name != "root" and name not in logging.root.manager.loggerDict
         owner = logging.getLogger(name)
@@ -308,28 +308,28 @@ def _set_loggers(module: Any, values: dict[str, tuple[Any, ...]]) -> None:
         elif owner.level != level:
             owner.setLevel(level)
         owner.propagate, owner.disabled = propagates, is_disabled
-        made = _made.pop(name, [])
-        for handler in made:
-            owner.removeHandler(handler)
-        if owner.handlers:  # the module that they are of has made its own here
+        made_before = _made_handlers.pop(name, [])
+        for old in made_before:
+            owner.removeHandler(old)
+        if owner.handlers:  # the module that the logger is for has made handlers here
             continue
-        for given in handlers:
-            new: logging.Handler
-            if isinstance(given, _OnFile):
-                new = logging.FileHandler(given.path, "a", given.encoding, delay=True)
+        for sent in handlers:
+            handler: logging.Handler
+            if isinstance(sent, _OnFile):
+                handler = logging.FileHandler(sent.path, "a", sent.encoding, delay=True)
             else:
-                new = logging.StreamHandler(getattr(sys, given.stream))
-            new.setLevel(given.level)
-            new.setFormatter(given.formatter)
-            new.filters = [*given.filters]
-            owner.addHandler(new)
-            _made.setdefault(name, []).append(new)
+                handler = logging.StreamHandler(getattr(sys, sent.stream))
+            handler.setLevel(sent.level)
+            handler.setFormatter(sent.formatter)
+            handler.filters = [*sent.filters]
+            owner.addHandler(handler)
+            _made_handlers.setdefault(name, []).append(handler)
 
 
 def _loggers() -> dict[Key, Any]:
     """Return level, whether it propagates or is disabled, and handlers of each logger, by the module it is of."""
     # Handlers of a library's loggers are left out: it makes them as it is imported.
-    found: dict[Key, Any] = {}
+    by_module: dict[Key, Any] = {}
     for owner in [logging.root, *logging.root.manager.loggerDict.values()]:
         if isinstance(owner, logging.PlaceHolder) or not (owner.level or owner.handlers or owner.disabled):
             continue
@@ -339,41 +339,41 @@ def _loggers() -> dict[Key, Any]:
         handlers = () if is_library else _handlers(owner)
         if is_library or owner.level or owner.disabled or handlers:
             key = (module if is_library else "logging", _LOGGERS)
-            found.setdefault(key, {})[name] = owner.level, owner.propagate, owner.disabled, handlers
-    return found
+            by_module.setdefault(key, {})[name] = owner.level, owner.propagate, owner.disabled, handlers
+    return by_module
 
 
 _Filter = tuple[Any, ...]
 _sent_filters: list[_Filter] = []
 
 
-def _set_filters(_: Any, given: tuple[_Filter, ...]) -> None:
+def _set_filters(_: Any, forms: tuple[_Filter, ...]) -> None:
     """Put filters before those of this process, which has filters of its own."""
-    here = {_form_of(one): one for one in warnings.filters}
-    ready: list[_Filter] = []
-    for form in given:
-        if form in here:
-            ready.append(here[form])
+    own_by_form = {_form_of(entry): entry for entry in warnings.filters}
+    filters: list[_Filter] = []
+    for form in forms:
+        if form in own_by_form:
+            filters.append(own_by_form[form])
             continue
         kind, message, (module, name), origin, line = form
         if imported(module) is None:
-            when_imported(module, lambda _: _set_filters(None, given))
+            when_imported(module, lambda _: _set_filters(None, forms))
             continue
         try:
             category = operator.attrgetter(name)(imported(module)) if isinstance(name, str) else name
         except AttributeError:  # in another version of the library, which cannot give that warning
             continue
         texts = [text and (re.compile(*text) if isinstance(text, tuple) else text) for text in (message, origin)]
-        ready.append((kind, texts[0], category, texts[1], line))
-    own = [one for one in warnings.filters if one not in _sent_filters and one not in ready]
-    _sent_filters[:] = ready
-    warnings.filters[:] = [*ready, *own]  # type: ignore[index]
-    warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 - or what was shown counts as it did before
+        filters.append((kind, texts[0], category, texts[1], line))
+    others = [entry for entry in warnings.filters if entry not in _sent_filters and entry not in filters]
+    _sent_filters[:] = filters
+    warnings.filters[:] = [*filters, *others]  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001 - or what was shown once stays hidden
 
 
-def _form_of(one: _Filter) -> _Filter:
+def _form_of(entry: _Filter) -> _Filter:
     """Return a filter as it is sent: expressions as text, since each rank would compile them, and classes by name."""
-    kind, message, category, origin, line = one
+    kind, message, category, origin, line = entry
     module = category.__module__
     named = (module, category if module == "__main__" else category.__qualname__)  # reading it would import its module
     texts = [(text.pattern, text.flags) if isinstance(text, re.Pattern) else text for text in (message, origin)]
@@ -518,25 +518,25 @@ _GETTERS: dict[str, list[tuple[Key, Callable[[Any], Any]]]] = {
 
 
 def settings_here() -> dict[Key, Any]:
-    found = _loggers()
+    values = _loggers()
     for module_name, getters in _GETTERS.items():
         module = imported(module_name)
         if module is None:
             continue
         for key, read in getters:
-            # Of a library in another version, or that another thread imports; or torch's mix of old and new flags.
+            # Reading fails for some versions of a library, while a thread imports it, or if torch's flags contradict.
             try:  # noqa: SIM105 - contextlib.suppress takes as long as reading it
-                found[key] = read(module)
+                values[key] = read(module)
             except Exception:  # noqa: S110 - see above
                 pass
-    return found
+    return values
 
 
 def is_same(value: Any, other: Any) -> bool:
     """Return whether two values are one, or are equal and of one type."""
     try:
         return value is other or (type(value) is type(other) and bool(value == other))
-    except Exception:  # of users' classes; arrays have no truth
+    except Exception:  # raised by classes of users, or by arrays, which are neither true nor false
         return False
 
 
@@ -555,20 +555,20 @@ def pack(values: Mapping[Key, Any]) -> dict[str, bytes]:
     return {module: _dumps(settings) for module, settings in by_module.items()}
 
 
-_fresh: dict[Key, Any] = {}  # what this rank was set to before the notebook had a say
+_values_at_start: dict[Key, Any] = {}  # what this rank was set to before it was sent settings
 
-_set: set[Key] = set()
+_received_keys: set[Key] = set()
 _originals: dict[Key, Any] = {}
 
 
 def note_fresh() -> None:
     """Note what this process is set to. A server does so for all ranks that it forks: in each it costs milliseconds."""
-    _fresh.update(settings_here())
+    _values_at_start.update(settings_here())
 
 
 def begin_settings(packed: Mapping[str, bytes]) -> None:
     """Set a new rank to what the notebook is; a fork of the notebook, or the rank of a script, is sent nothing."""
-    if packed and not _fresh:
+    if packed and not _values_at_start:
         note_fresh()
     use_settings(packed)
 
@@ -584,7 +584,7 @@ def use_settings(packed: Mapping[str, bytes]) -> None:
 def _use(module_name: str, pickled: bytes, module: Any) -> None:
     try:
         settings = pickle.loads(pickled)
-    except Exception as error:  # that must not fail the import of the module
+    except Exception as error:  # it must not fail the import of the module
         logger.warning("what the notebook has set in %s could not be set here: %s", module_name, error)
         return
     for name, value in settings.items():
@@ -593,39 +593,39 @@ def _use(module_name: str, pickled: bytes, module: Any) -> None:
             row = Row(lambda _: None, _set_loggers)
         # A value that is sent for the first time may be a default of a library that the notebook has just imported:
         # it does not undo what cells have set here.
-        is_news = key in _set or not (key in _fresh and is_same(_fresh[key], value))
-        _set.add(key)
+        is_news = key in _received_keys or not (key in _values_at_start and is_same(_values_at_start[key], value))
+        _received_keys.add(key)
         if not is_news:
             continue
         try:
-            now = row.read(module) if row else operator.attrgetter(name)(module)
+            current = row.read(module) if row else operator.attrgetter(name)(module)
         except Exception:  # it has no such attribute yet, or in this version
-            now = None
-        if is_same(now, value):
+            current = None
+        if is_same(current, value):
             continue
         try:
             if row is not None:
                 row.write(module, value)
             else:
-                _assign(module, name, value, now)
-        except Exception as error:  # of a system or a library that is another one here
+                _assign(module, name, value, current)
+        except Exception as error:  # the system, or a version of a library, is another one here
             logger.warning("%s of the notebook (%s) could not be set here: %s", name, module_name, error)
 
 
-def _assign(module: Any, path: str, value: Any, now: Any) -> None:
+def _assign(module: Any, path: str, value: Any, current: Any) -> None:
     holder, _, name = path.rpartition(".")
     if isinstance(value, Part):
-        if isinstance(now, dict):
-            now.update(value.entries)
+        if isinstance(current, dict):
+            current.update(value.entries)
         else:
-            now += [entry for entry in value.entries if entry not in now]
-    elif type(value) is type(now) and type(value) in (dict, set):  # in place, for all who have it
-        now.clear()
-        now.update(value)
-    elif type(value) is type(now) is list:
-        now[:] = value
+            current += [entry for entry in value.entries if entry not in current]
+    elif type(value) is type(current) and type(value) in (dict, set):  # in place, for all who have it
+        current.clear()
+        current.update(value)
+    elif type(value) is type(current) is list:
+        current[:] = value
     else:
-        _originals.setdefault((module.__name__, path), now)
+        _originals.setdefault((module.__name__, path), current)
         setattr(operator.attrgetter(holder)(module) if holder else module, name, value)
 
 
