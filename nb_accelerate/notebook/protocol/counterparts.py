@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 def rule_of(kind: type, rules: Mapping[str, Rule]) -> Rule | None:
     """Return the rule for objects of a type: the rule of its nearest base class that has one."""
-    found = (rules.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
-    return next((rule for rule in found if rule is not None), None)
+    rules_of_bases = (rules.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
+    return next((rule for rule in rules_of_bases if rule is not None), None)
 
 
 def standing(module: str, name: str) -> Any:
     """Return what an imported module has under a name, which may have dots; None if there is none."""
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found
+        value = getattr(value, "__dict__", {}).get(part)
+    return value
 
 
 def by_name(module: str, name: str = "") -> Any:
     """Import a module, and return it, or what it has under a name. Pickles call it."""
     importlib.import_module(module)
-    found: Any = sys.modules[module]
-    return functools.reduce(getattr, name.split("."), found) if name else found
+    value: Any = sys.modules[module]
+    return functools.reduce(getattr, name.split("."), value) if name else value
 
 
 def plain_state(value: Any) -> tuple[Any, ...]:
@@ -182,15 +182,15 @@ def _referring(kind: Any, target: Any) -> Any:
 def _library(library: ctypes.CDLL) -> Any:
     # Pickled as any object, it would have the handle of this process, and end the other one by SIGSEGV.
     functions = {name: part for name, part in vars(library).items() if isinstance(part, ctypes._CFuncPtr)}  # type: ignore[attr-defined] # noqa: SLF001
-    told = {name: (part.restype, part.argtypes) for name, part in functions.items()}
-    return _opened, (type(library), library._name, told)  # noqa: SLF001 - it has no other name
+    signatures = {name: (part.restype, part.argtypes) for name, part in functions.items()}
+    return _opened, (type(library), library._name, signatures)  # noqa: SLF001 - it has no other name
 
 
-def _opened(kind: type[ctypes.CDLL], name: str | None, told: dict[str, tuple[Any, Any]]) -> ctypes.CDLL:
+def _opened(kind: type[ctypes.CDLL], name: str | None, signatures: dict[str, tuple[Any, Any]]) -> ctypes.CDLL:
     library = kind(name)
-    for function, (result, arguments) in told.items():
-        part = getattr(library, function)
-        part.restype, part.argtypes = result, arguments
+    for function, (result, arguments) in signatures.items():
+        pointer = getattr(library, function)
+        pointer.restype, pointer.argtypes = result, arguments
     return library
 
 
@@ -230,8 +230,8 @@ def _operator(operator: Any) -> Any:
 def _custom_op(op: Any) -> Any:
     if {*op._backend_fns} != {None}:  # noqa: SLF001 - torch has no other way to read them
         raise ShippingError("It has kernels for some devices: define it in the function or cell that the ranks run.")
-    made = op._qualname, op._init_fn, op._schema  # noqa: SLF001
-    return _defined_op, (*made, op._abstract_fn, op._backward_fn, op._setup_context_fn)  # noqa: SLF001
+    definition = op._qualname, op._init_fn, op._schema  # noqa: SLF001
+    return _defined_op, (*definition, op._abstract_fn, op._backward_fn, op._setup_context_fn)  # noqa: SLF001
 
 
 def _defined_op(name: str, function: Any, schema: str, fake: Any, backward: Any, setup_context: Any) -> Any:

@@ -26,7 +26,7 @@ import socket
 import struct
 from concurrent.futures import Future
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from nb_accelerate.base.helper_threads import HelperThread
 from nb_accelerate.notebook.remote.frames import LinkError
@@ -100,13 +100,13 @@ class Listener:
 
     Attributes:
         secret: of this run, which hosts have to be told.
-        came: for each machine the connection of its host, once it has come.
+        connections: for each machine the connection of its host, once it has come.
         num_refused: connections that ended without a proof, had a wrong one, or were of a host that had come before.
     """
 
     def __init__(self, address: str, num_machines: int) -> None:
         self.secret = secrets.token_bytes(NONCE_SIZE)
-        self.came: list[Future[Connection]] = [Future() for _ in range(num_machines)]
+        self.connections: list[Future[Connection]] = [Future() for _ in range(num_machines)]
         self.num_refused = 0
         self._server = socket.create_server((address, 0), family=family_of(address))
         self._server.setblocking(False)
@@ -130,10 +130,9 @@ class Listener:
             self._loop.run_until_complete(self._accept_until_closed())
 
     def _fail(self, _: str, error: BaseException) -> None:
-        # Somebody waits for each, who would never hear of it otherwise.
-        for machine in self.came:
-            if not machine.done():
-                machine.set_exception(error)
+        for connection in self.connections:  # somebody waits for each, and would wait for ever
+            if not connection.done():
+                connection.set_exception(error)
 
     async def _accept_until_closed(self) -> None:
         accepting, closing = (asyncio.create_task(waits) for waits in (self._accept(), self._closing.wait()))
@@ -143,8 +142,7 @@ class Listener:
             task.cancel()
         await asyncio.wait(tasks)
         if not accepting.cancelled():
-            # It ends by an error alone, which is raised here for `_fail`.
-            accepting.result()
+            accepting.result()  # raises the error by which it has ended, which `_fail` is called with
 
     async def _accept(self) -> None:
         while True:
@@ -154,16 +152,16 @@ class Listener:
                 # hosts.
                 self._unproved.pop(0).cancel()
             task = asyncio.create_task(self._prove(connection))
-            task.add_done_callback(functools.partial(self._judge, connection))
+            task.add_done_callback(functools.partial(self._keep_or_refuse, connection))
             self._unproved.append(task)
 
-    def _judge(self, connection: socket.socket, task: asyncio.Task[bool]) -> None:
+    def _keep_or_refuse(self, connection: socket.socket, task: asyncio.Task[bool]) -> None:
         if task in self._unproved:
             self._unproved.remove(task)
         if task.cancelled() or not task.result():
             connection.close()
             self.num_refused += 1
-        elif all(machine.done() for machine in self.came):
+        elif all(future.done() for future in self.connections):
             self._closing.set()
 
     async def _prove(self, connection: socket.socket) -> bool:
@@ -178,15 +176,19 @@ class Listener:
         nonce, claim = secrets.token_bytes(NONCE_SIZE), b""
         await self._loop.sock_sendall(connection, nonce)
         while len(claim) < CLAIM.size:
-            claim += await self._loop.sock_recv(connection, CLAIM.size - len(claim)) or _end()
-        machine, its_nonce, proof = CLAIM.unpack(claim)
-        known = _Known(self.secret, nonce, its_nonce, machine)
-        if not known.proves(_HOST_PROOF, proof) or machine >= len(self.came) or self.came[machine].done():
+            received = await self._loop.sock_recv(connection, CLAIM.size - len(claim))
+            if not received:
+                raise EOFError
+            claim += received
+        machine, hosts_nonce, proof = CLAIM.unpack(claim)
+        proofs = _Proofs(self.secret, nonce, hosts_nonce, machine)
+        is_awaited = machine < len(self.connections) and not self.connections[machine].done()
+        if not proofs.proves(_HOST_PROOF, proof) or not is_awaited:
             return False
         # No wait between the question and the answer: of two connections of one host the second one finds the first.
-        connection.send(known.checksum(_KERNEL_PROOF))
+        connection.send(proofs.checksum(_KERNEL_PROOF))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.came[machine].set_result(Connection(connection, known.seal(is_host=False)))
+        self.connections[machine].set_result(Connection(connection, proofs.seal(is_host=False)))
         return True
 
 
@@ -203,12 +205,12 @@ def connect(address: str, port: int, machine: int, secret: bytes, *, seconds: fl
     Raises:
         LinkError: nothing can be reached there, it is not the kernel, or it does not take this host.
     """
-    where = f"the notebook at {address}, port {port}"
+    notebook = f"the notebook at {address}, port {port}"
     try:
         connection = socket.create_connection((address, port), timeout=seconds)
     except OSError as error:
         raise LinkError(
-            f"{socket.gethostname()} cannot connect to {where}: {error.strerror or error}. See that no firewall is "
+            f"{socket.gethostname()} cannot connect to {notebook}: {error.strerror or error}. See that no firewall is "
             "between them"
         ) from None
     try:
@@ -216,7 +218,7 @@ def connect(address: str, port: int, machine: int, secret: bytes, *, seconds: fl
     except (OSError, EOFError) as error:
         connection.close()
         raise LinkError(
-            f"{where}, did not take {socket.gethostname()} as machine {machine}: {str(error) or 'it hung up'}. The "
+            f"{notebook}, did not take {socket.gethostname()} as machine {machine}: {str(error) or 'it hung up'}. The "
             "secret is of another run, or a host of this machine had come before"
         ) from None
     except LinkError:
@@ -228,15 +230,15 @@ def connect(address: str, port: int, machine: int, secret: bytes, *, seconds: fl
 
 
 def _prove_to(connection: socket.socket, machine: int, secret: bytes) -> KeyedSeal:
-    its_nonce, nonce = _receive(connection, NONCE_SIZE), secrets.token_bytes(NONCE_SIZE)
-    known = _Known(secret, its_nonce, nonce, machine)
-    connection.sendall(CLAIM.pack(machine, nonce, known.checksum(_HOST_PROOF)))
-    if not known.proves(_KERNEL_PROOF, _receive(connection, NONCE_SIZE)):
+    kernels_nonce, nonce = _receive(connection, NONCE_SIZE), secrets.token_bytes(NONCE_SIZE)
+    proofs = _Proofs(secret, kernels_nonce, nonce, machine)
+    connection.sendall(CLAIM.pack(machine, nonce, proofs.checksum(_HOST_PROOF)))
+    if not proofs.proves(_KERNEL_PROOF, _receive(connection, NONCE_SIZE)):
         raise LinkError("what answers there does not know the secret of this run: it is not the notebook")
-    return known.seal(is_host=True)
+    return proofs.seal(is_host=True)
 
 
-class _Known(NamedTuple):
+class _Proofs(NamedTuple):
     """What both sides of one connection know once the claim is read, and somebody who listens does not: the secret."""
 
     secret: bytes
@@ -258,12 +260,11 @@ class _Known(NamedTuple):
 def _receive(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        data += connection.recv(size - len(data)) or _end()
+        received = connection.recv(size - len(data))
+        if not received:
+            raise EOFError
+        data += received
     return data
-
-
-def _end() -> NoReturn:
-    raise EOFError
 
 
 def family_of(address: str) -> socket.AddressFamily:

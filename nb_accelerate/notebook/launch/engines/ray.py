@@ -67,46 +67,46 @@ class RayEngine(Engine):
         self._listener: Listener | None = None
         self._addresses: dict[str, str] = {}
         self._ended: dict[int, futures.Future[str]] = {}
-        self._asked_for: set[int] = set()
+        self._started_machines: set[int] = set()
         self._num_ranks: int | None = None
 
     @override
     def machines(self, num_ranks: int | None = None) -> Sequence[Machine]:
         self._num_ranks = num_ranks
         self._driver = _Driver(self.options, num_ranks)
-        found = self._driver.machines
-        self._addresses = {machine["name"]: machine["address"] for machine in found}
-        own = {there: address_towards(there) for there in self._addresses.values()}
-        here = next((here for there, here in own.items() if here != there), next(iter(own.values())))
-        self._listener = Listener(here, len(found))
-        return [Machine(name=machine["name"], num_ranks=machine["num_ranks"]) for machine in found]
+        machines = self._driver.machines
+        self._addresses = {machine["name"]: machine["address"] for machine in machines}
+        routes = [(address_towards(address), address) for address in self._addresses.values()]
+        own_address = next((own for own, address in routes if own != address), routes[0][0])
+        self._listener = Listener(own_address, len(machines))
+        return [Machine(name=machine["name"], num_ranks=machine["num_ranks"]) for machine in machines]
 
     @override
     def start(self, machine: Machine, command: Sequence[str]) -> Stream:
         assert self._driver is not None
-        if self._driver.has_ended:  # since the head of Ray has: another one may be there
+        if self._driver.has_ended:  # because the head of Ray has; another head may have been started
             self.close()
             self.machines(self._num_ranks)
-            self._asked_for.clear()
+            self._started_machines.clear()
         assert self._listener is not None
         number = list(self._addresses).index(machine.name)
-        is_again = number in self._asked_for
+        is_again = number in self._started_machines
         if is_again:  # its host was lost, and each has one connection
             self._listener.close()
             self._listener = Listener(self._listener.address, len(self._addresses))
         listener = self._listener
-        if is_again or not self._asked_for:  # at first all hosts at once: each takes a second or more
-            where = "--connect", listener.address, str(listener.port)
-            arguments = [*command[len(self.options.python) :], *where]
-            for one in [number] if is_again else range(len(self._addresses)):
-                self._ended[one] = self._driver.start(one, [*arguments, str(one)], listener.secret)
-        self._asked_for.add(number)
+        if is_again or not self._started_machines:  # at first all hosts at once: each takes a second or more
+            connect_to = "--connect", listener.address, str(listener.port)
+            arguments = [*command[len(self.options.python) :], *connect_to]
+            for index in [number] if is_again else range(len(self._addresses)):
+                self._ended[index] = self._driver.start(index, [*arguments, str(index)], listener.secret)
+        self._started_machines.add(number)
         ended = self._ended[number]
-        came = listener.came[number]
-        both: tuple[futures.Future[Any], ...] = (came, ended)
-        futures.wait(both, timeout=_CONNECT_TIMEOUT, return_when=futures.FIRST_COMPLETED)
-        if came.done():
-            return RayStream(machine.name, came.result(), ended)
+        connection = listener.connections[number]
+        either: tuple[futures.Future[Any], ...] = (connection, ended)
+        futures.wait(either, timeout=_CONNECT_TIMEOUT, return_when=futures.FIRST_COMPLETED)
+        if connection.done():
+            return RayStream(machine.name, connection.result(), ended)
         if ended.done() and is_again and self._driver.has_ended:
             return self.start(machine, command)
         if ended.done():
@@ -124,9 +124,9 @@ class RayEngine(Engine):
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-            for came in self._listener.came:  # one may have come when nobody waited for it any more
-                if came.done() and not came.exception():
-                    came.result().socket.close()
+            for connection in self._listener.connections:  # one may have come when nobody waited for it any more
+                if connection.done() and not connection.exception():
+                    connection.result().socket.close()
         if self._driver is not None:
             self._driver.close()
 
@@ -181,13 +181,13 @@ class _Driver:
         address = options.address or os.environ.get("RAY_ADDRESS", "")
         # Where Ray puts it too: with a longer path than this its sockets have too long a name.
         self._folder = "" if address else tempfile.mkdtemp(prefix="nb-ray-", dir="/tmp")
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
             [sys.executable, "-m", "nb_accelerate.notebook.launch.engines.ray_driver"],
             env=_environ(is_cluster=bool(address)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             text=True,
             bufsize=1,
             start_new_session=True,
@@ -195,7 +195,7 @@ class _Driver:
         self._ended: list[futures.Future[str]] = []  # of each host that was started, in order
         try:
             self._tell(address=address, hosts=options.machines, num_ranks=num_ranks, folder=self._folder)
-            answer = self._heard()
+            answer = self._read_answer()
             if "error" in answer:
                 raise StartError(answer["error"])
         except BaseException:
@@ -215,7 +215,7 @@ class _Driver:
 
     def close(self) -> None:
         """Have Ray end what was started, and the process. Can be repeated."""
-        if self._said.closed:
+        if self._stderr.closed:
             return
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -229,7 +229,7 @@ class _Driver:
         if hasattr(self, "_thread"):
             self._thread.join()
         self._process.stdout.close()
-        self._said.close()
+        self._stderr.close()
         if self._folder:  # which it has removed, unless it was killed
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -238,17 +238,17 @@ class _Driver:
         with contextlib.suppress(BrokenPipeError):  # it has ended, which who reads its answers is told
             self._process.stdin.write(json.dumps(values) + "\n")
 
-    def _heard(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line:
             return dict(json.loads(line))
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace").strip().splitlines()[-5:]
-        return {"error": f"the process that talks to Ray has ended: {'; '.join(said) or 'it said nothing'}"}
+        self._stderr.seek(0)
+        last_lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-5:]
+        return {"error": f"the process that talks to Ray has ended: {'; '.join(last_lines) or 'it said nothing'}"}
 
     def _listen(self) -> None:
-        while "error" not in (answer := self._heard()):
+        while "error" not in (answer := self._read_answer()):
             self._ended[answer["ended"]].set_result(answer["why"])
         self.has_ended = True
         for ended in self._ended:
@@ -259,6 +259,6 @@ class _Driver:
 def _environ(*, is_cluster: bool) -> dict[str, str]:
     if is_cluster:
         return {**os.environ, **_QUIET}
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     # A token given so is not written to the user's home.
-    return {**own, **_QUIET, **_LOOPBACK_ONLY, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return {**inherited, **_QUIET, **_LOOPBACK_ONLY, "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -62,8 +62,8 @@ class Node(NamedTuple):
             gpus=int(resources.get("GPU", 0)),
         )
 
-    def place(self) -> tuple[bool, str]:
-        """Return by what nodes are ordered: the head is the first."""
+    def sort_key(self) -> tuple[bool, str]:
+        """Return by what nodes are sorted: the head is the first."""
         return not self.is_head, self.address
 
     def bundle(self, name: str, num_ranks: int | None) -> dict[str, float]:
@@ -76,15 +76,15 @@ class Node(NamedTuple):
         Raises:
             CannotPlaceError: it has less than that.
         """
-        kind, number = ("GPU", self.gpus) if self.gpus else ("CPU", self.cpus)
-        wanted = number if num_ranks is None else num_ranks
-        if wanted > number:
+        kind, available = ("GPU", self.gpus) if self.gpus else ("CPU", self.cpus)
+        wanted = available if num_ranks is None else num_ranks
+        if wanted > available:
             raise CannotPlaceError(
-                f"{name} has {number} {kind}s in the cluster of Ray, and is to have {wanted} ranks, with a {kind} "
-                f"each. Write hosts=['{name}:{number}'], or start Ray there with more, by --num-{kind.lower()}s"
+                f"{name} has {available} {kind}s in the cluster of Ray, and is to have {wanted} ranks, with a {kind} "
+                f"each. Write hosts=['{name}:{available}'], or start Ray there with more, by --num-{kind.lower()}s"
             )
-        own = {f"node:{self.address}": 0.001}  # of a resource that each node has for itself alone
-        return {**own, kind: wanted} if wanted else own
+        node_resource = {f"node:{self.address}": 0.001}  # of a resource that each node has for itself alone
+        return {**node_resource, kind: wanted} if wanted else node_resource
 
 
 def chosen(
@@ -104,42 +104,43 @@ def chosen(
     if not hosts:
         nodes = [node for node in nodes if node.gpus] or nodes
         names = [node.name for node in nodes]
-        called = [(node, node.name if names.count(node.name) == 1 else node.address) for node in nodes]
-        return [(*one, number) for one, number in zip(called, _filled(nodes, num_ranks), strict=False)]
-    known = [number for _, number in hosts if number is not None]
-    if num_ranks is not None and len(known) < len(hosts):
-        each, rest = divmod(num_ranks - sum(known), len(hosts) - len(known))
-        if each > 0 and not rest:  # else the launch says that it does not fit
+        unique = [node.name if names.count(node.name) == 1 else node.address for node in nodes]
+        return [*zip(nodes, unique, _filled(nodes, num_ranks), strict=False)]
+    counts = [number for _, number in hosts if number is not None]
+    if num_ranks is not None and len(counts) < len(hosts):
+        each, remainder = divmod(num_ranks - sum(counts), len(hosts) - len(counts))
+        if each > 0 and not remainder:  # else the launch says that it does not fit
             hosts = [(name, each if number is None else number) for name, number in hosts]
-    found = []
+    choices = []
     for name, number in hosts:
         node = next((node for node in nodes if name in (node.name, node.address)), None)
         if node is None:
-            here = ", ".join(f"{node.name} ({node.address})" for node in nodes)
+            listed = ", ".join(f"{node.name} ({node.address})" for node in nodes)
             raise CannotPlaceError(
-                f"hosts has {name!r}, which is no node of this cluster of Ray. Its nodes are {here}. Start the node "
+                f"hosts has {name!r}, which is no node of this cluster of Ray. Its nodes are {listed}. Start the node "
                 "that is missing, or leave it out"
             )
-        found.append((node, name, number))
-    return found
+        choices.append((node, name, number))
+    return choices
 
 
 def _filled(nodes: list[Node], num_ranks: int | None) -> list[int | None]:
     if num_ranks is None:
         return [None] * len(nodes)
-    found: list[int | None] = []
-    left = num_ranks
+    counts: list[int | None] = []
+    placed = 0
     for node in nodes:
-        if left:
-            found.append(min(left, node.gpus or node.cpus))
-            left -= found[-1] or 0
-    if left:
+        if placed < num_ranks:
+            count = min(num_ranks - placed, node.gpus or node.cpus)
+            counts.append(count)
+            placed += count
+    if placed < num_ranks:
         kind = "GPU" if nodes[0].gpus else "CPU"
         raise CannotPlaceError(
-            f"the cluster of Ray has {num_ranks - left} {kind}s, and is to have {num_ranks} ranks, with a {kind} each. "
-            f"Write num_processes={num_ranks - left}, or start Ray on more machines"
+            f"the cluster of Ray has {placed} {kind}s, and is to have {num_ranks} ranks, with a {kind} each. "
+            f"Write num_processes={placed}, or start Ray on more machines"
         )
-    return found
+    return counts
 
 
 class Keeper:
@@ -153,16 +154,16 @@ class Keeper:
             secret: of the run, for its stdin: others can read a command line.
         """
         raylet, environ = os.getppid(), dict(os.environ)
-        # Ray has set it to the cores of this actor, by default to 1. What was there before is the machine's.
+        # Ray has set it to the number of cores of this actor, by default 1. Only a value that was set before is kept.
         if b"\0OMP_NUM_THREADS=" not in b"\0" + Path("/proc/self/environ").read_bytes():
             environ.pop("OMP_NUM_THREADS", None)
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as output:
             host = subprocess.Popen(
                 [sys.executable, *arguments],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=output,
                 start_new_session=True,
             )
             assert host.stdin is not None
@@ -174,8 +175,8 @@ class Keeper:
                     host.wait()
                     return "its raylet, the process of Ray on that node, has ended"
                 time.sleep(_LOOK_INTERVAL)
-            said.seek(0)
-            lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][-5:]
+            output.seek(0)
+            lines = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()][-5:]
         return f"its host, {sys.executable}, ended with exit code {host.returncode}: {'; '.join(lines) or 'no output'}"
 
 
@@ -192,8 +193,8 @@ class Cluster:
     def __init__(self, address: str, hosts: list[tuple[str, int | None]], num_ranks: int | None, folder: str) -> None:
         self._address = address
         self._ends = contextlib.ExitStack()
-        self._kept: list[futures.Future[str]] = []
-        self._begun: set[int] = set()  # machines on which a host was started
+        self._hosts_ended: list[futures.Future[str]] = []
+        self._started_machines: set[int] = set()  # machines on which a host was started
         try:
             self._connect(address, folder)
             self._place(address, hosts, num_ranks)
@@ -205,11 +206,11 @@ class Cluster:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        nodes = sorted((Node.of(facts) for facts in ray.nodes() if facts["Alive"]), key=Node.place)
-        if not address:  # it is there for these ranks only, so that processor cores need not be counted
+        nodes = sorted((Node.of(facts) for facts in ray.nodes() if facts["Alive"]), key=Node.sort_key)
+        if not address:  # the cluster is for these ranks alone, which may be more than the processor cores
             nodes = [node if node.gpus else node._replace(cpus=max(node.cpus, num_ranks or 0)) for node in nodes]
-        self._places = chosen(nodes, hosts, num_ranks)
-        bundles = [node.bundle(name, number if address or node.gpus else 0) for node, name, number in self._places]
+        self._choices = chosen(nodes, hosts, num_ranks)
+        bundles = [node.bundle(name, number if address or node.gpus else 0) for node, name, number in self._choices]
         group = placement_group(bundles, strategy="STRICT_SPREAD")
         self._ends.callback(remove_placement_group, group)
         if not group.wait(_PLACE_TIMEOUT):
@@ -218,19 +219,19 @@ class Cluster:
                 f"others use what these ranks need in the cluster of Ray: {_counted(bundles)} were asked for, and "
                 f"{_counted([free])} of all nodes are free. Wait until they are, or ask for less: hosts=['NODE:1']"
             )
-        self._make = [functools.partial(self._actor, group, index, bundle) for index, bundle in enumerate(bundles)]
-        self._actors = [make() for make in self._make]
+        self._new_actor = functools.partial(self._actor, group, bundles)
+        self._actors = [self._new_actor(index) for index in range(len(bundles))]
 
     def machines(self) -> list[dict[str, Any]]:
         """Return name, address and number of ranks of each machine."""
-        return [{"name": name, "address": node.address, "num_ranks": ranks} for node, name, ranks in self._places]
+        return [{"name": name, "address": node.address, "num_ranks": ranks} for node, name, ranks in self._choices]
 
     def start(self, machine: int, arguments: list[str], secret: str) -> futures.Future[str]:
         """Start a host; the future is how it has ended. For another one on the machine there is another actor."""
         import ray
 
-        node, name, _ = self._places[machine]
-        if machine in self._begun:
+        node, name, _ = self._choices[machine]
+        if machine in self._started_machines:
             ended: futures.Future[str] = futures.Future()
             try:
                 _check_reachable(self._address)
@@ -241,15 +242,15 @@ class Cluster:
                 ended.set_result(f"Ray does not run on {name} now. Start it there again: ray start --address ...")
                 return ended
             ray.kill(self._actors[machine])
-            self._actors[machine] = self._make[machine]()
-        self._begun.add(machine)
+            self._actors[machine] = self._new_actor(machine)
+        self._started_machines.add(machine)
         future: futures.Future[str] = self._actors[machine].keep.remote(arguments, bytes.fromhex(secret)).future()
-        self._kept.append(future)
+        self._hosts_ended.append(future)
         return future
 
     def close(self) -> None:
         """End the actors, when hosts have ended by themselves, and the cluster if it is this process's."""
-        futures.wait(self._kept, timeout=_END_TIMEOUT)
+        futures.wait(self._hosts_ended, timeout=_END_TIMEOUT)
         self._ends.close()
 
     def _connect(self, address: str, folder: str) -> None:
@@ -266,15 +267,15 @@ class Cluster:
         ray.init(address="local", include_dashboard=False, _temp_dir=folder, **quiet)
 
     @staticmethod
-    def _actor(group: Any, index: int, bundle: dict[str, float]) -> Any:
+    def _actor(group: Any, bundles: list[dict[str, float]], index: int) -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return (
             ray.remote(Keeper)
             .options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
+                num_cpus=bundles[index].get("CPU", 0),
+                num_gpus=bundles[index].get("GPU", 0),
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
             )
@@ -301,11 +302,11 @@ def _check_reachable(address: str) -> None:
         ) from None
 
 
-def _why_ended(kept: futures.Future[str]) -> str:
+def _why_ended(host_ended: futures.Future[str]) -> str:
     from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
     try:
-        return kept.result()
+        return host_ended.result()
     except ActorDiedError as error:
         why = re.search(r"\bbecause (its [^.]+)\.", str(error))
         return f"the actor of Ray that keeps its host has ended{f', because {why[1]}' if why else ''}"
@@ -326,9 +327,9 @@ def main() -> None:
     def answer(**values: Any) -> None:
         answers.write(json.dumps(values) + "\n")
 
-    def ended(number: int, kept: futures.Future[str]) -> None:
+    def ended(index: int, host_ended: futures.Future[str]) -> None:
         with contextlib.suppress(BrokenPipeError, ValueError):  # nobody listens any more
-            answer(ended=number, why=_why_ended(kept))
+            answer(ended=index, why=_why_ended(host_ended))
 
     try:
         cluster = Cluster(**json.loads(sys.stdin.readline()))
@@ -340,8 +341,8 @@ def main() -> None:
         return
     with contextlib.closing(cluster):
         answer(machines=cluster.machines())
-        for number, line in enumerate(sys.stdin):  # of hosts that were started
-            cluster.start(**json.loads(line)).add_done_callback(functools.partial(ended, number))
+        for index, line in enumerate(sys.stdin):  # of hosts that were started
+            cluster.start(**json.loads(line)).add_done_callback(functools.partial(ended, index))
 
 
 if __name__ == "__main__":
