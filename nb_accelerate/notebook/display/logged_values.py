@@ -92,9 +92,9 @@ def remember(view: View, config: Mapping[str, Any], seconds: float, logged_as: S
     name = view.facts.name
     values = {curve.name: curve.points for curve in (Curve("loss", view.curve), *view.logged) if curve.points}
     if values or logged_as:
-        what = f": {view.failure.what}" if view.failure and view.failure.what else ""
+        failure = f": {view.failure.what}" if view.failure and view.failure.what else ""
         began = time.time() - seconds
-        note_run(name, config=config, values=values, began=began, ended=view.state + what, logged_as=logged_as)
+        note_run(name, config=config, values=values, began=began, ended=view.state + failure, logged_as=logged_as)
     if len(view.curve) >= _FEW_POINTS:
         _earlier.append((kind_of(name), dict(config), Curve(f"{name}, {time.strftime('%H:%M:%S')}", view.curve)))
 
@@ -107,36 +107,36 @@ def earlier_runs(name: str, config: Mapping[str, Any]) -> tuple[str, tuple[Curve
     Returns:
         What this run would be called, or "", and the losses.
     """
-    alike = [(old, curve) for kind, old, curve in _earlier if kind == kind_of(name)][-_EARLIER_RUNS:]
-    configs = [*(old for old, _ in alike), config]
-    own = settings(config, differing(configs))
-    names = labels([*(curve.name for _, curve in alike), ""], configs)
-    return own, tuple(Curve(said, curve.points) for said, (_, curve) in zip(names, alike, strict=False))
+    runs = [(run_config, curve) for kind, run_config, curve in _earlier if kind == kind_of(name)][-_EARLIER_RUNS:]
+    configs = [*(run_config for run_config, _ in runs), config]
+    run_label = settings(config, differing(configs))
+    run_names = labels([*(curve.name for _, curve in runs), ""], configs)
+    return run_label, tuple(Curve(label, curve.points) for label, (_, curve) in zip(run_names, runs, strict=False))
 
 
 _MOST_CHARTS = 8  # Charts in a panel; `runs` has the rest.
 
 
-def charts_of(keys: Iterable[str], settings: Mapping[str, Any] | None = None) -> tuple[Chart, ...]:
+def charts_of(keys: Iterable[str], config: Mapping[str, Any] | None = None) -> tuple[Chart, ...]:
     """Return charts of what runs (by id) have logged, each value beside those of earlier runs of the name."""
-    found = []
+    charts = []
     for key in keys:
         record = record_of(key)
         if record.file:
-            continue  # which `runs` draws
-        before = earlier(key)[-_EARLIER_RUNS:]
-        said = labels(
-            [run.name for run in (*before, record)],
-            [*(run.config for run in before), {**(settings or {}), **record.config}],
+            continue  # `runs` draws what is in a file
+        earlier_records = earlier(key)[-_EARLIER_RUNS:]
+        run_names = labels(
+            [run.name for run in (*earlier_records, record)],
+            [*(run.config for run in earlier_records), {**(config or {}), **record.config}],
         )
         for name in record.columns:
-            others = tuple(
+            earlier_curves = tuple(
                 Curve(label, tuple(old.column(name)))
-                for label, old in zip(said, before, strict=False)
+                for label, old in zip(run_names, earlier_records, strict=False)
                 if name in old.columns
             )
-            found.append(Chart(curve=Curve(name, tuple(record.column(name))), earlier=others))
-    return tuple(found[:_MOST_CHARTS])
+            charts.append(Chart(curve=Curve(name, tuple(record.column(name))), earlier=earlier_curves))
+    return tuple(charts[:_MOST_CHARTS])
 
 
 def config_of(view: View, keys: Iterable[str]) -> dict[str, Any]:

@@ -72,16 +72,16 @@ class Rows:
     @cached_property
     def machines(self) -> dict[int, str]:
         """The machines of ranks, by rank, if there are several."""
-        found = {number: rank.status.machine for number, rank in self.ranks.items()}
-        return found if len({*found.values()}) > 1 else {}
+        machines = {number: rank.status.machine for number, rank in self.ranks.items()}
+        return machines if len({*machines.values()}) > 1 else {}
 
     @cached_property
     def strays(self) -> set[int]:
         """Ranks that are not in step; none where most are not, since each goes at its own speed."""
         steps = {number: rank.sample.steps for number, rank in self.ranks.items()}
         middle = median(steps.values())
-        found = {number for number, step in steps.items() if abs(step - middle) > self.apart}
-        return found if 2 * len(found) < len(steps) else set()
+        strays = {number for number, step in steps.items() if abs(step - middle) > self.apart}
+        return strays if 2 * len(strays) < len(steps) else set()
 
     @cached_property
     def doings(self) -> dict[int, str]:
@@ -105,35 +105,35 @@ class Rows:
 
     def together(self) -> tuple[Row, ...]:
         """Return a row for the ranks that are in step, then those of others; more than `FEW` alike are one row too."""
-        sets = self._sets() if len(self.ranks) > FEW else [(str(number), [number]) for number in self.ranks]
+        rows = self._groups() if len(self.ranks) > FEW else [(str(number), [number]) for number in self.ranks]
         return tuple(
-            replace(self._row(numbers, label), times=in_words(self.seconds(self.ranks[number]) for number in numbers))
-            for label, numbers in sets
+            replace(self._row(members, label), times=in_words(self.seconds(self.ranks[number]) for number in members))
+            for label, members in rows
         )
 
-    def _sets(self) -> list[tuple[str, list[int]]]:
+    def _groups(self) -> list[tuple[str, list[int]]]:
         """Return what each row calls its ranks, and these."""
         groups: dict[tuple[str, ...], list[int]] = {}  # by what sets them apart
         for number, kind in self.kinds.items():
-            what: tuple[str, ...] = (kind, self.ranks[number].status.state) if kind in ("late", "bad") else ()
-            groups.setdefault((*what, "stray") if number in self.strays else what, []).append(number)
-        found = []
-        for what, numbers in sorted(groups.items()):
-            each = [numbers] if len(numbers) > FEW or not what else [[number] for number in numbers]
-            found += [(_label(some, is_rest=not what and len(groups) > 1), some) for some in each]
-        return found
+            apart_by: tuple[str, ...] = (kind, self.ranks[number].status.state) if kind in ("late", "bad") else ()
+            groups.setdefault((*apart_by, "stray") if number in self.strays else apart_by, []).append(number)
+        rows = []
+        for apart_by, group in sorted(groups.items()):
+            each = [group] if len(group) > FEW or not apart_by else [[number] for number in group]
+            rows += [(_label(members, is_rest=not apart_by and len(groups) > 1), members) for members in each]
+        return rows
 
     def _kind(self, number: int) -> Kind:
         rank = self.ranks[number]
         state = rank.status.state
-        # What has failed comes first: who else stopped or was late stopped for that.
+        # Of a failure only its ranks are marked, because it made the others stop or wait.
         if self.failure is not None and self.failure.ranks:
             return "bad" if number in self.failure.ranks else ""
         if state == "failed" and self.state not in ENDED_BY_USER:
             return "bad"
         if rank.loss is not None and not math.isfinite(rank.loss):
             return "bad"
-        # It has returned while others stand still and wait.
+        # A rank that has returned is late if others stand still and wait for it.
         if not self.has_ended and state == "returned" and any(stuck.waits(self.ranks[other]) for other in self.stalled):
             return "late"
         if self.has_ended or state == "returned":
@@ -160,10 +160,10 @@ class Rows:
         """Return where the time of a rank goes: lately, and of a run that has ended, from its first step on."""
         return rank.times.whole() if self.has_ended else rank.times.recent()
 
-    def _row(self, numbers: Sequence[int], label: str) -> Row:
+    def _row(self, members: Sequence[int], label: str) -> Row:
         """Return a row for ranks of the same kind; values of a single rank are taken from the median one."""
-        ranks = [self.ranks[number] for number in numbers]
-        ordered = sorted(numbers, key=lambda number: self.ranks[number].sample.steps)
+        ranks = [self.ranks[number] for number in members]
+        ordered = sorted(members, key=lambda number: self.ranks[number].sample.steps)
         first, middle, last = ordered[0], ordered[len(ordered) // 2], ordered[-1]
         sample, rate = self.ranks[middle].sample, self.ranks[middle].rate
         if self.has_ended or (rate is None and middle not in self.stalled):
@@ -172,12 +172,12 @@ class Rows:
         if self.ranks[last].sample.steps - self.ranks[first].sample.steps > self.apart:
             step = f"{self.steps[first][0].partition(' / ')[0]} to {self.steps[last][0]}"
         memory = max(rank.memory for rank in ranks)
-        now = Counter(self.doings[number] for number in numbers).most_common(1)[0][0]
-        at = next(number for number in numbers if self.doings[number] == now)
-        kinds = {self.kinds[number] for number in numbers}
+        now = Counter(self.doings[number] for number in members).most_common(1)[0][0]
+        shown = next(number for number in members if self.doings[number] == now)
+        kinds = {self.kinds[number] for number in members}
         return Row(
             ranks=label,
-            machine=", ".join(dict.fromkeys(self.machines[number] for number in numbers if self.machines)),
+            machine=", ".join(dict.fromkeys(self.machines[number] for number in members if self.machines)),
             kind=kinds.pop() if len(kinds) == 1 else "",
             share=share,
             step=step,
@@ -185,23 +185,23 @@ class Rows:
             rate="" if not sample.loop else "-" if rate is None else words.rate(rate),
             loss=_losses([rank.loss for rank in ranks if rank.loss is not None]),
             memory=words.size(memory) if memory else "",
-            gpu=self._gpu(numbers),
+            gpu=self._gpu(members),
             now=now,
-            location=self._location(self.ranks[at]),
+            location=self._location(self.ranks[shown]),
         )
 
     def _location(self, rank: RankHistory) -> str:
         is_on = rank.status.state == "running" and not self.has_ended
         return rank.location if is_on else ""
 
-    def _gpu(self, numbers: Sequence[int]) -> str:
+    def _gpu(self, members: Sequence[int]) -> str:
         """Return the median utilisation at the last steps; "" if none is known, "-" if no rank takes steps now."""
-        known = [rank for number in numbers if (rank := self.ranks[number]).sample.utilisation is not None]
-        if self.has_ended or not known:
+        measured = [rank for number in members if (rank := self.ranks[number]).sample.utilisation is not None]
+        if self.has_ended or not measured:
             return ""
         values = [
             rank.sample.utilisation or 0
-            for rank in known
+            for rank in measured
             if rank.status.state == "running" and not rank.sample.evaluates and self.now - rank.moved_at <= stuck.STALL
         ]
         return words.percent(median(values)) if values else "-"
@@ -212,9 +212,9 @@ class Rows:
         kind = self.kinds[number]
         if status.state == "starting":
             return "importing torch"
-        left, in_all = status.sending
-        if left >= _SENDING and not self.has_ended:
-            return f"{words.size(in_all - left)} of {words.size(in_all)} sent to {status.machine}"
+        unsent, total = status.sending
+        if unsent >= _SENDING and not self.has_ended:
+            return f"{words.size(total - unsent)} of {words.size(total)} sent to {status.machine}"
         failed_with = self.failure.what if self.failure is not None else ""
         if self.failure is not None and number in self.failure.ranks and failed_with:
             return failed_with
@@ -246,10 +246,10 @@ def _of_total(done: int, total: int) -> tuple[str, float]:
     return f"{words.count(done)} / {words.count(total)}", min(1.0, done / total) if total else 1.0
 
 
-def _label(numbers: Sequence[int], *, is_rest: bool) -> str:
+def _label(members: Sequence[int], *, is_rest: bool) -> str:
     """Return the numbers of ranks, or of so many that these do not fit how many they are."""
-    label = ranges(numbers, shortest=2)
-    return label if len(label) <= _SHORT else "rest" if is_rest else words.plural(len(numbers), "rank")
+    label = ranges(members, shortest=2)
+    return label if len(label) <= _SHORT else "rest" if is_rest else words.plural(len(members), "rank")
 
 
 def _losses(losses: Sequence[float]) -> str:

@@ -182,16 +182,17 @@ def _at_a_store(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], ob
     else:
         endpoint = options.master_addr, int(options.use_port or _DEFAULT_PORT)
     try:
-        own = address_towards(_resolved(endpoint[0], 9)[1][0])
+        own_address = address_towards(_resolved(endpoint[0], 9)[1][0])
     except OSError as error:
         raise ConfigError(f"{endpoint[0]!r} cannot be reached from here: {error}") from error
     is_first = options.node_rank == 0
     if options.rdzv_backend == "c10d":
-        # Said, and not left to torch, which looks names up to find out.
-        said = (options.rdzv_conf or {}).get("is_host", own == endpoint[0] or interface_of(endpoint[0]) is not None)
-        is_first = str(said).lower() in ("1", "true", "yes")
+        # Decided here, because torch would look names up to find out.
+        is_own = own_address == endpoint[0] or interface_of(endpoint[0]) is not None
+        is_host = (options.rdzv_conf or {}).get("is_host", is_own)
+        is_first = str(is_host).lower() in ("1", "true", "yes")
     listener = _listen(*endpoint, of_endpoint=bool(options.rdzv_endpoint)) if is_first else None
-    address = endpoint[0] if is_first else own
+    address = endpoint[0] if is_first else own_address
     machines = Machines(options, endpoint, address, listener, num_processes=plan.num_processes, check=check)
 
     @contextlib.contextmanager
@@ -201,7 +202,7 @@ def _at_a_store(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], ob
             address=endpoint[0],
             port=endpoint[1],
             node_rank=node_rank,
-            interface=interface_of(own) or "",
+            interface=interface_of(own_address) or "",
             run_id=options.rdzv_id,
             listener=None,
             keeps_interface=True,
@@ -211,15 +212,15 @@ def _at_a_store(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], ob
             machines=machines,
         )
 
-    ended = FAILED
+    outcome = FAILED
     try:
         yield meet
-        ended = DONE
+        outcome = DONE
     except KeyboardInterrupt:
-        ended = INTERRUPTED
+        outcome = INTERRUPTED
         raise
     finally:
-        machines.close(ended)
+        machines.close(outcome)
 
 
 def _split(endpoint: str, default_port: int) -> tuple[str, int]:
@@ -248,9 +249,9 @@ def _listen(address: str, port: int, *, of_endpoint: bool = False) -> socket.soc
 def _not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = False) -> ConfigError:
     options: tuple[str, ...] = ("rdzv_endpoint",) if of_endpoint else ("use_port",)
     if error.errno == errno.EADDRINUSE:
-        given = f"rdzv_endpoint='{address}:{port}': that port" if of_endpoint else f"use_port={port}"
-        other = "the same on all machines" if of_endpoint else "or leave use_port out on a single machine"
-        text = f"{given} is taken. Write another one, {other}"
+        taken = f"rdzv_endpoint='{address}:{port}': that port" if of_endpoint else f"use_port={port}"
+        advice = "the same on all machines" if of_endpoint else "or leave use_port out on a single machine"
+        text = f"{taken} is taken. Write another one, {advice}"
     elif error.errno == errno.EADDRNOTAVAIL and not of_endpoint:
         text = f"master_addr={address!r} is not an address of this machine, but node_rank=0 is the machine that has it"
         options = "master_addr", "node_rank"
@@ -264,7 +265,8 @@ def _not_bound(address: str, port: int, error: OSError, *, of_endpoint: bool = F
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     """Return the family and the address of a machine, of IPv4 if it has one."""
     try:
-        found = socket.getaddrinfo(host, port)
+        addresses = socket.getaddrinfo(host, port)
     except OSError as error:
         raise ConfigError(f"{host!r} cannot be reached from here: {error}") from error
-    return min(((family, where) for family, *_, where in found), key=lambda one: one[0] != socket.AF_INET)
+    family, *_, where = min(addresses, key=lambda address: address[0] != socket.AF_INET)
+    return family, where

@@ -62,8 +62,7 @@ class Alarm:
     def answer(self, message: CutOff) -> bool:
         """Break the connections of a rendezvous if it is the current one, and return whether it is."""
         with self._lock:
-            # Also for a rendezvous that this rank has not begun: it fails then, and does not wait for ranks that have
-            # gone.
+            # Noted of a rendezvous that this rank has not begun too, so that it fails, and does not wait for lost ranks.
             self._given_up = message.rendezvous
             if message.rendezvous != self._meeting:
                 return False
@@ -81,39 +80,39 @@ def cut_connections(peers: tuple[int, ...], addresses: tuple[tuple[str, int], ..
         addresses: addresses and ports of others, anywhere; port 0 stands for all.
     """
     try:
-        own = connections(psutil.Process())
-    except psutil.Error:  # the system lists none, as Linux without /proc
-        found = _within_this_machine()
+        own_connections = connections(psutil.Process())
+    except psutil.Error:  # the system lists no connections, like Linux without /proc
+        fds = _within_this_machine()
     else:
-        theirs = set(addresses)
+        peer_addresses = set(addresses)
         for pid in peers:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                theirs |= set(addresses_of(psutil.Process(pid)))
-        found = [
+                peer_addresses |= set(addresses_of(psutil.Process(pid)))
+        fds = [
             connection.fd
-            for connection in own
+            for connection in own_connections
             if connection.raddr and connection.fd >= 0
-            if theirs & {plain_address(connection.raddr), (plain_address(connection.raddr)[0], 0)}
+            if peer_addresses & {plain_address(connection.raddr), (plain_address(connection.raddr)[0], 0)}
         ]
-    cut = 0
-    for fd in found:
+    num_cut = 0
+    for fd in fds:
         with contextlib.suppress(OSError):  # closed meanwhile
             with socket.socket(fileno=os.dup(fd)) as copy:
                 # This acts on the connection, also if others have its descriptor; to close one would not. On a copy,
                 # because gloo closes its own when it likes, and the number may be another file's by then.
                 copy.shutdown(socket.SHUT_RDWR)
-            cut += 1
-    return cut
+            num_cut += 1
+    return num_cut
 
 
 def _within_this_machine() -> list[int]:
     """Return the descriptors of the TCP connections from this machine to itself, with those to ranks among them."""
-    found = []
+    fds = []
     for fd in range(_MAX_FILES):
         with contextlib.suppress(OSError):  # not open, or not connected
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with socket.socket(fileno=os.dup(fd)) as copy:
                     is_tcp = copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)
                     if is_tcp and copy.getsockname()[0] == copy.getpeername()[0]:
-                        found.append(fd)
-    return found
+                        fds.append(fd)
+    return fds

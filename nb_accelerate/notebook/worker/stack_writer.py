@@ -37,11 +37,11 @@ _COMPILER = "/torch/_dynamo/convert_frame.py"
 
 def answer_requests(stacks: int, alarm: Alarm) -> None:
     """Start the thread. Requests come over a socket, which takes stacks; `alarm` answers a `CutOff`."""
-    # It ends when nobody can ask any more. It needs the interpreter's lock, so it answers while the main thread runs
+    # The thread ends when nobody can ask any more. It needs the interpreter's lock: it answers while the main thread runs
     # Python code, or waits in C code that has released the lock, and does not answer while C code holds it.
     # `faulthandler` writes stacks then. It is no substitute: it reads frames that may change meanwhile, and CPython
     # 3.11 crashed in it.
-    # Not by `threading.Thread.start`, which waits until the thread runs, on the way of every launch.
+    # `threading.Thread.start` would wait until the thread runs, on the way of every launch.
     _thread.start_new_thread(HelperThread(_serve, stacks, alarm, name="alarm").run, ())
 
 
@@ -51,26 +51,26 @@ def _serve(stacks: int, alarm: Alarm) -> None:
     channel = Channel.from_fd(os.dup(stacks))  # C code may write to the other one when this thread has ended
     while True:
         try:
-            asked = [channel.recv().message]
-            asked += [request for request, _ in channel.drain()[0]]
+            requests = [channel.recv().message]
+            requests += [request for request, _ in channel.drain()[0]]
         except EOFError:  # the kernel has gone, or has done with this rank
             return
-        for request in asked:
+        for request in requests:
             if isinstance(request, CutOff):
                 alarm.answer(request)
         try:
-            _say_where(stacks, asked)
-        except OSError:  # as above
+            _answer(stacks, requests)
+        except OSError:  # the kernel has gone
             return
-        except Exception:  # the alarm is to be heard all the same, and C code writes the stack
+        except Exception:  # the thread has to go on, because a `CutOff` may follow; C code writes the stack
             traceback.print_exc()
 
 
-def _say_where(stacks: int, asked: list[object]) -> None:
+def _answer(stacks: int, requests: list[object]) -> None:
     """Answer requests for the stack, once for all that have come, and for the user's line."""
-    if "line" in asked:
+    if "line" in requests:
         note_line()
-    answer = _listed(_frame(), has_one_thread=not _has_threads_of_users()) if "stack" in asked else b""
+    answer = _listed(_frame(), has_one_thread=not _has_threads_of_users()) if "stack" in requests else b""
     while answer:
         answer = answer[os.write(stacks, answer) :]
 
@@ -80,10 +80,10 @@ def note_line() -> None:
     page = here()
     moment = page.moment
     frame = _frame()
-    found = users_line(_frames(frame))
+    line_and_call = users_line(_frames(frame))
     inside = _inside(frame)
-    if found is not None and page.moment == moment:
-        line, called = found
+    if line_and_call is not None and page.moment == moment:
+        line, called = line_and_call
         page.note_line(moment, filename=line.filename, lineno=line.lineno, called=called, inside=inside)
 
 
@@ -94,21 +94,21 @@ def _frame() -> FrameType | None:
 
 def _inside(frame: FrameType | None) -> str:
     """Return what the user's line does: ``importing pandas`` or ``compiling``, however deep; or what it has called."""
-    said, is_deep = "", False
+    called, is_deep = "", False
     for caller, _ in walk_stack(frame):
         code = caller.f_code
         if is_users(code.co_filename):
             break
         if code.co_name == "_find_and_load" and code.co_filename == "<frozen importlib._bootstrap>":
-            said, is_deep = f"importing {caller.f_locals.get('name')}", True
+            called, is_deep = f"importing {caller.f_locals.get('name')}", True
         elif code.co_filename.endswith(_COMPILER):
-            said, is_deep = "compiling", True
+            called, is_deep = "compiling", True
         elif not is_deep:
             # Not by `f_locals`: until Python 3.13 a frame keeps what was read there, a batch say, until it ends.
-            said = code.co_name
-            if said.startswith("__"):  # the class; Python 3.10 does not name it
-                said = getattr(code, "co_qualname", "").rpartition(".")[0].rpartition(".")[2]
-    return said
+            called = code.co_name
+            if called.startswith("__"):  # the class; Python 3.10 does not name it
+                called = getattr(code, "co_qualname", "").rpartition(".")[0].rpartition(".")[2]
+    return called
 
 
 def _frames(frame: FrameType | None) -> Iterator[Frame]:
@@ -118,16 +118,16 @@ def _frames(frame: FrameType | None) -> Iterator[Frame]:
 
 def _has_threads_of_users() -> bool:
     """Return whether threads live that may run code of users, beside the main thread. Called in this module's own."""
-    ours = {thread.ident for thread in threading.enumerate() if isinstance(thread, HelperThread)}
-    ours |= {threading.main_thread().ident, threading.get_ident()}
+    helpers = {thread.ident for thread in threading.enumerate() if isinstance(thread, HelperThread)}
+    helpers |= {threading.main_thread().ident, threading.get_ident()}
     frames = sys._current_frames()  # noqa: SLF001 - the documented way to them
-    return any(ident not in ours and not _is_of_library(frame) for ident, frame in frames.items())
+    return any(ident not in helpers and not _is_of_library(frame) for ident, frame in frames.items())
 
 
 def _is_of_library(frame: FrameType) -> bool:
     files = [caller.f_code.co_filename for caller, _ in walk_stack(frame)]
-    began = next((file for file in reversed(files) if not file.endswith("/threading.py")), "")
-    return began.endswith(_LIBRARIES)
+    first_file = next((file for file in reversed(files) if not file.endswith("/threading.py")), "")
+    return first_file.endswith(_LIBRARIES)
 
 
 def _listed(frame: FrameType | None, *, has_one_thread: bool) -> bytes:

@@ -37,38 +37,38 @@ class DisplayIds:
     """
 
     def __init__(self) -> None:
-        self._order: dict[int, dict[str, int]] = {}
-        self._shown: dict[tuple[int, str], str] = {}
+        self._orders: dict[int, dict[str, int]] = {}
+        self._notebook_ids: dict[tuple[int, str], str] = {}
 
-    def order(self, rank: int, own: str) -> int:
+    def order(self, rank: int, display_id: str) -> int:
         """Return how many ids the rank has made before this one: the same number on ranks that do the same."""
-        known = self._order.setdefault(rank, {})
-        return known.setdefault(own, len(known))
+        orders = self._orders.setdefault(rank, {})
+        return orders.setdefault(display_id, len(orders))
 
-    def shown(self, own: dict[int, str]) -> str:
-        """Remember a new display, and return its id in the notebook. `own` has the ranks' ids of it, by rank."""
-        first = own[min(own)]
-        for rank, own_id in own.items():
-            self._shown[rank, own_id] = first
-        return first
+    def shown(self, rank_ids: dict[int, str]) -> str:
+        """Remember a new display, and return its id in the notebook. `rank_ids` has the ranks' ids of it, by rank."""
+        notebook_id = rank_ids[min(rank_ids)]
+        for rank, rank_id in rank_ids.items():
+            self._notebook_ids[rank, rank_id] = notebook_id
+        return notebook_id
 
-    def update(self, own: dict[int, str]) -> tuple[str, bool]:
+    def update(self, rank_ids: dict[int, str]) -> tuple[str, bool]:
         """Return the id in the notebook of the display that some ranks want to update, by the ranks' ids of it.
 
         And whether it has to be shown first: the display that there is belongs to other ranks too, and is not updated.
         """
-        first = own[min(own)]
-        shared = self._shown.get((min(own), first))
+        first = rank_ids[min(rank_ids)]
+        shared = self._notebook_ids.get((min(rank_ids), first))
         if shared is None:
             return first, False
-        meant_by = {rank for (rank, _), shown in self._shown.items() if shown == shared}
-        if meant_by == own.keys():
+        sharing_ranks = {rank for (rank, _), shown in self._notebook_ids.items() if shown == shared}
+        if sharing_ranks == rank_ids.keys():
             return shared, False
         # Other ranks share that display and do not update it in the same way, so these get one of their own.
-        separate = f"{shared}-{'-'.join(map(str, sorted(own)))}"
-        for rank, own_id in own.items():
-            self._shown[rank, own_id] = separate
-        return separate, True
+        new_id = f"{shared}-{'-'.join(map(str, sorted(rank_ids)))}"
+        for rank, rank_id in rank_ids.items():
+            self._notebook_ids[rank, rank_id] = new_id
+        return new_id, True
 
 
 _LINES_AT_ONCE = 200  # Lines that are given to the sink together. It looks at its limits in between.
@@ -80,7 +80,7 @@ _Line: TypeAlias = "tuple[StreamName, str]"
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _RankDisplay:
     """A display of a rank: ``result`` or the type of a Jupyter message, text that is equal for equal ones, content."""
 
     kind: str
@@ -88,7 +88,7 @@ class _Shown:
     content: dict[str, Any] = field(compare=False)
 
 
-_Item: TypeAlias = "_Line | _Shown"
+_Item: TypeAlias = "_Line | _RankDisplay"
 
 
 class RequestOutput:
@@ -120,8 +120,8 @@ class RequestOutput:
         self._ranks = tuple(sorted(ranks))
         self._sink = sink
         self._ids = ids or DisplayIds()
-        self._raw = style == "raw"
-        self._quiet = quiet
+        self._is_raw = style == "raw"
+        self._is_quiet = quiet
         self._prefix = prefix or self._unless_all
         self.alone = len(self._ranks) == 1 and prefix is None
         self._is_in_line = False
@@ -133,7 +133,7 @@ class RequestOutput:
             hold=hold,
             apart=lambda item: has_apart and isinstance(item, tuple) and item[0] == "for_all",
             # The value of a cell's last line: the answers of all ranks are waited for anyway.
-            last=lambda item: isinstance(item, _Shown) and item.kind == "result",
+            last=lambda item: isinstance(item, _RankDisplay) and item.kind == "result",
             kind=_without_figures,
         )
 
@@ -148,7 +148,7 @@ class RequestOutput:
     def text(self, rank: int, stream: StreamName, text: str) -> None:
         """Show text of a rank: whole lines, or anything at all if it is `alone`."""
         with self.guard:
-            if self._quiet:
+            if self._is_quiet:
                 return
             if stream == "note":
                 for line in text.splitlines():
@@ -162,16 +162,16 @@ class RequestOutput:
 
     def display(self, rank: int, display: Display) -> None:
         with self.guard:
-            if self._quiet:
+            if self._is_quiet:
                 return
             content = _as_message(display)
             if self.alone and rank in self._ranks:
-                self._publish((rank,), [_Shown(display.kind, "", content)])
+                self._publish((rank,), [_RankDisplay(display.kind, "", content)])
                 return
-            own = content["transient"].get("display_id")
-            order = "" if own is None else self._ids.order(rank, own)
+            display_id = content["transient"].get("display_id")
+            order = "" if display_id is None else self._ids.order(rank, display_id)
             appearance = json.dumps([order, content["data"], content["metadata"]], sort_keys=True)
-            self._add(rank, [_Shown(display.kind, appearance, content)])
+            self._add(rank, [_RankDisplay(display.kind, appearance, content)])
 
     def say(self, line: str) -> None:
         """Show a line of this package's own on stderr."""
@@ -217,19 +217,19 @@ class RequestOutput:
                 self._sink.write("stdout", "\n")
                 self._is_in_line = False
             self._show((rank,), [[_whole(item) if isinstance(item, tuple) else item for item in items]])
-        elif self._raw:
+        elif self._is_raw:
             self._show((rank,), [items])
         else:
             self._merge.add(rank, items, time.monotonic())
 
-    def _show(self, ranks: tuple[int, ...], said: list[list[_Item]]) -> None:
+    def _show(self, ranks: tuple[int, ...], items: list[list[_Item]]) -> None:
         whose = self._prefix(ranks)
         has_for_all = self._prefix == self._unless_all and self._ranks[0] in ranks  # lines that rank prints for all
         stream: StreamName = "stdout"
         lines: list[str] = []
-        for same in zip(*said, strict=True):
-            first = same[0]
-            goes_to = None if isinstance(first, _Shown) else "stderr" if first[0] == "stderr" else "stdout"
+        for equal_items in zip(*items, strict=True):
+            first = equal_items[0]
+            goes_to = None if isinstance(first, _RankDisplay) else "stderr" if first[0] == "stderr" else "stdout"
             if lines and (len(lines) == _LINES_AT_ONCE or goes_to != stream):
                 self._sink.write(stream, "".join(lines))
                 lines.clear()
@@ -237,16 +237,16 @@ class RequestOutput:
                 stream = "stderr" if first[0] == "stderr" else "stdout"
                 lines.append(("" if has_for_all and first[0] == "for_all" else whose) + first[1])
             else:
-                self._publish(ranks, [item for item in same if isinstance(item, _Shown)], whose)
+                self._publish(ranks, [item for item in equal_items if isinstance(item, _RankDisplay)], whose)
         if lines:
             self._sink.write(stream, "".join(lines))
 
     def _unless_all(self, ranks: Sequence[int]) -> str:
         return "" if tuple(ranks) == self._ranks else f"[{label(ranks)}] "
 
-    def _publish(self, ranks: tuple[int, ...], shown: list[_Shown], whose: str = "") -> None:
+    def _publish(self, ranks: tuple[int, ...], displays: list[_RankDisplay], whose: str = "") -> None:
         """Show a display of several ranks once."""
-        kind, content = shown[0].kind, dict(shown[0].content)
+        kind, content = displays[0].kind, dict(displays[0].content)
         if kind == "clear_output":
             if self._ranks[0] in ranks:
                 self._sink.display(kind, {"wait": content["wait"]})
@@ -255,13 +255,14 @@ class RequestOutput:
         if whose and kind == "result" and list(content["data"]) == ["text/plain"]:
             self._sink.write("stdout", "".join(f"{whose}{line}\n" for line in str(text).split("\n")))
             return
-        own = {rank: display.content["transient"].get("display_id") for rank, display in zip(ranks, shown, strict=True)}
+        display_ids = [display.content["transient"].get("display_id") for display in displays]
+        rank_ids = dict(zip(ranks, display_ids, strict=True))
         kind = "display_data" if kind == "result" else kind
-        if None not in own.values():
+        if None not in rank_ids.values():
             if kind == "display_data":
-                content["transient"] = {"display_id": self._ids.shown(own)}
+                content["transient"] = {"display_id": self._ids.shown(rank_ids)}
             else:
-                display_id, is_new = self._ids.update(own)
+                display_id, is_new = self._ids.update(rank_ids)
                 content["transient"] = {"display_id": display_id}
                 kind = "display_data" if is_new else kind
         if whose and kind == "display_data":
@@ -274,19 +275,19 @@ def _as_message(display: Display) -> dict[str, Any]:
     """Return the content of a Jupyter message, with the parts that users' code on the rank has left out."""
     content = json.loads(display.content)
     parts = {name: content.get(name) for name in ("data", "metadata", "transient")}
-    found: dict[str, Any] = {name: part if isinstance(part, dict) else {} for name, part in parts.items()}
-    own = found["transient"].get("display_id")
-    if own is not None:
-        found["transient"]["display_id"] = str(own)
-    return {**found, "wait": bool(content.get("wait"))}
+    message: dict[str, Any] = {name: part if isinstance(part, dict) else {} for name, part in parts.items()}
+    display_id = message["transient"].get("display_id")
+    if display_id is not None:
+        message["transient"]["display_id"] = str(display_id)
+    return {**message, "wait": bool(content.get("wait"))}
 
 
 def _without_figures(item: _Item) -> str | None:
     """Return a line without its numbers; None for one that has no number, and for a display."""
-    if isinstance(item, _Shown):
+    if isinstance(item, _RankDisplay):
         return None
-    text, numbers = _NUMBER.subn("0", item[1])
-    return text if numbers else None
+    text, num_figures = _NUMBER.subn("0", item[1])
+    return text if num_figures else None
 
 
 def _whole(line: _Line) -> _Line:
@@ -296,5 +297,5 @@ def _whole(line: _Line) -> _Line:
 
 def _lines(text: str) -> list[str]:
     """Split text into lines with their newlines. `str.splitlines` would also split at a carriage return."""
-    *whole, rest = text.split("\n")
-    return [line + "\n" for line in whole] + ([rest] if rest else [])
+    *finished, unfinished = text.split("\n")
+    return [line + "\n" for line in finished] + ([unfinished] if unfinished else [])
