@@ -44,15 +44,15 @@ def bar_lines(samples: Mapping[int, Sample], *, has_ended: bool) -> tuple[BarLin
     Args:
         has_ended: the run has, and so have bars that it did not close.
     """
-    same: dict[tuple[str, int], dict[int, Bar]] = {}
+    bars_by_label: dict[tuple[str, int], dict[int, Bar]] = {}
     for rank, sample in samples.items():
-        seen: Counter[str] = Counter()
+        num_seen: Counter[str] = Counter()
         for bar in sample.bars:
             label = _NUMBER.sub("#", bar.label)
-            same.setdefault((label, seen[label]), {})[rank] = bar
-            seen[label] += 1
+            bars_by_label.setdefault((label, num_seen[label]), {})[rank] = bar
+            num_seen[label] += 1
     groups: list[dict[int, Bar]] = []
-    for bars in same.values():
+    for bars in bars_by_label.values():
         groups += [{rank: bar} for rank, bar in bars.items()] if _name_ranks(bars) else [bars]
     groups.sort(key=lambda bars: min(bar.level for bar in bars.values()))
     levels = sorted({bar.level for bars in groups for bar in bars.values()})
@@ -64,17 +64,18 @@ def bar_lines(samples: Mapping[int, Sample], *, has_ended: bool) -> tuple[BarLin
 
 def _name_ranks(bars: Mapping[int, Bar]) -> bool:
     """Return whether labels, which differ in numbers only, have the rank's number in one place."""
-    numbers = [_NUMBER.findall(bar.label) for bar in bars.values()]
-    return len(bars) > 1 and [str(rank) for rank in bars] in [list(column) for column in zip(*numbers, strict=True)]
+    numbers_in_labels = [_NUMBER.findall(bar.label) for bar in bars.values()]
+    columns = zip(*numbers_in_labels, strict=True)
+    return len(bars) > 1 and tuple(map(str, bars)) in columns
 
 
 def _line(bars: Mapping[int, Bar], levels: Sequence[int], *, has_ended: bool, is_main: bool) -> BarLine:
     """Return the line of a bar, from the first rank that has the bar."""
     first = min(bars)
     bar = bars[first]
-    counts = [one.count for one in bars.values()]
+    counts = [bar_of_rank.count for bar_of_rank in bars.values()]
     text = bar.text
-    has_ended = has_ended or all(one.ended for one in bars.values())
+    has_ended = has_ended or all(bar_of_rank.ended for bar_of_rank in bars.values())
     is_full = bar.total is None or bar.count >= bar.total
     if has_ended:
         text = _TIME_LEFT.sub(r"\1", text) + ("" if is_full else ", ended early")
@@ -107,13 +108,7 @@ class PanelState:
         self._failure: FailureSummary | None = None
         self.ranks: Ranks = {rank: RankHistory(rank, now) for rank in ranks}
         self.stuck, self._slow = Stuck(), Slow()
-        self._findings: tuple[Finding, ...] = (
-            self.stuck,
-            self._slow,
-            RankWarnings(),
-            NotFinite(),
-            Advice(facts.cores),
-        )
+        self._findings: tuple[Finding, ...] = (self.stuck, self._slow, RankWarnings(), NotFinite(), Advice(facts.cores))
         self._losses = ThinnedCurve()
         self._logged = LoggedValues()
         self._pace = Pace()
@@ -122,14 +117,14 @@ class PanelState:
         self._rows_per_batch = 0
         self._settings = dict(facts.settings)
 
-    def observe(self, now: float, seen: Sequence[RankObservation]) -> None:
-        for status in seen:
+    def observe(self, now: float, observations: Sequence[RankObservation]) -> None:
+        for status in observations:
             self.ranks[status.rank].add(now, status)
             if status.sample.trains:
                 self._rows_per_batch = status.sample.rows
                 self._settings |= _settings(status.sample)
             self._peak = max(self._peak, status.sample.peak or status.memory)
-        if self._state == "starting" and any(status.state != "starting" for status in seen):
+        if self._state == "starting" and any(status.state != "starting" for status in observations):
             self._state = "running"
         for finding in self._findings:
             finding.observe(self.ranks, now)
@@ -161,7 +156,7 @@ class PanelState:
         has_ended = self._ended is not None
         now = self._ended if self._ended is not None else now
         ranks = self.ranks
-        makes = Rows(
+        rows_now = Rows(
             ranks,
             now,
             self._state,
@@ -170,14 +165,14 @@ class PanelState:
             {} if has_ended else self._slow.stragglers,
             self._pace.rate,
         )
-        has_steps = any(step for step, _ in makes.steps.values())
+        has_steps = any(step for step, _ in rows_now.steps.values())
         bars = bar_lines({number: rank.sample for number, rank in ranks.items()}, has_ended=has_ended)
         rows: tuple[Row, ...] = ()
-        if not bars or has_steps or {"late", "bad"} & {*makes.kinds.values()}:  # else the bars say it all
-            rows = makes.together()
+        if not bars or has_steps or {"late", "bad"} & {*rows_now.kinds.values()}:  # else the bars say it all
+            rows = rows_now.together()
         if self._state == "failed" and not has_steps and (failure := self._failure) is not None:
             # All have failed with the error that is raised: rows would only repeat its traceback.
-            is_told = bool(failure.what) and not failure.details and {*failure.ranks} == {*makes.ranks}
+            is_told = bool(failure.what) and not failure.details and {*failure.ranks} == {*rows_now.ranks}
             rows = () if is_told else rows
         self._columns.update(name for row in rows for name, _ in FIGURES if getattr(row, name))
         return View(
@@ -189,14 +184,14 @@ class PanelState:
             peak=words.size(self._peak) if has_ended and self._peak else "",
             bars=bars,
             rows=rows,
-            each=makes.each() if rows and len(ranks) > FEW else (),
+            each=rows_now.each() if rows and len(ranks) > FEW else (),
             columns=tuple(name for name, _ in FIGURES if name in self._columns) if has_steps or not has_ended else (),
             curve=self._losses.points,
             settings=dict(self._settings),
             held=sharded_line({number: rank.sample.held for number, rank in ranks.items()}),
             logged=self._logged.curves,
             warnings=self._sentences(now, is_advice=False),
-            times=self._times({number: makes.seconds(rank) for number, rank in ranks.items()}),
+            times=self._times({number: rows_now.seconds(rank) for number, rank in ranks.items()}),
             advice=" ".join(self._sentences(now, is_advice=True)) if self._state != "failed" else "",
             failure=self._failure,
         )

@@ -79,6 +79,6 @@ def locate_ranks(
     deadline = time.monotonic() + seconds
     for rank in asked:
         rank.has_stacks.wait(max(0.0, deadline - time.monotonic()))
-    found = {number: "ended" if rank.handle.ended else "idle" for number, rank in sorted(ranks.items())}
-    found.update((rank.rank, where(rank.dump)) for rank in asked)
-    return found
+    locations = {number: "ended" if rank.handle.ended else "idle" for number, rank in sorted(ranks.items())}
+    locations.update((rank.rank, where(rank.dump)) for rank in asked)
+    return locations

@@ -185,7 +185,7 @@ class FrameSender:
         while (queued := self._next()) is not None:
             data, size = [*self._bytes_of(queued)], 0
             while size < _JOINED and (self._urgent or self._queue):  # this thread alone takes from them
-                more = self._taken()
+                more = self._take_joined()
                 if more is None:
                     break
                 data += self._bytes_of(more)
@@ -213,7 +213,7 @@ class FrameSender:
                 self._wake.wait(self._beat_due - now)
         return None
 
-    def _taken(self) -> _Queued | None:
+    def _take_joined(self) -> _Queued | None:
         with self._wake:
             queue = self._urgent or self._queue
             return self._pop(queue) if queue and queue[0].file < 0 else None
@@ -237,17 +237,17 @@ class FrameSender:
     def _write(self, pieces: list[Bytes]) -> None:
         if len(pieces) > _MOST_PIECES:
             pieces = [b"".join(pieces)]
-        rest = [memoryview(piece) for piece in pieces if piece]
-        while rest and not self._is_dropped:
+        unwritten = [memoryview(piece) for piece in pieces if piece]
+        while unwritten and not self._is_dropped:
             try:
-                written = os.writev(self._fd, rest)
+                written = os.writev(self._fd, unwritten)
             except BlockingIOError:
                 self._await_room()
                 continue
-            while rest and written >= len(rest[0]):
-                written -= len(rest.pop(0))
-            if rest:
-                rest[0] = rest[0][written:]
+            while unwritten and written >= len(unwritten[0]):
+                written -= len(unwritten.pop(0))
+            if unwritten:
+                unwritten[0] = unwritten[0][written:]
 
     def _await_room(self) -> None:
         """Wait until something can be written, or the next beat is due."""
@@ -266,7 +266,7 @@ class SentSegments:
     def __init__(self, sender: FrameSender) -> None:
         self._sender = sender
         self._numbers = itertools.count()
-        self._kept: dict[tuple[int, int], tuple[int, int]] = {}  # by inode: its number, a descriptor
+        self._segments: dict[tuple[int, int], tuple[int, int]] = {}  # by inode: its number, a descriptor
         self._used: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
 
@@ -276,33 +276,33 @@ class SentSegments:
         key = inode.st_dev, inode.st_ino
         with self._lock:
             self._used.add(key)
-            if key not in self._kept:
-                self._kept[key] = next(self._numbers), os.dup(fd)
-                self._sender.send_segment(self._kept[key][0], os.dup(fd))
-            return self._kept[key][0]
+            if key not in self._segments:
+                self._segments[key] = next(self._numbers), os.dup(fd)
+                self._sender.send_segment(self._segments[key][0], os.dup(fd))
+            return self._segments[key][0]
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Drop segments that were not sent as a whole; they are sent again with the next message."""
         with self._lock:
-            for key in [key for key, (number, _) in self._kept.items() if number in numbers]:
+            for key in [key for key, (number, _) in self._segments.items() if number in numbers]:
                 self._drop(key)
 
     def drop_unused(self) -> None:
         """Drop the segments that no message named since the last call; called at each beat."""
         with self._lock:
-            for key in self._kept.keys() - self._used:
+            for key in self._segments.keys() - self._used:
                 self._drop(key)
             self._used.clear()
 
     def _drop(self, key: tuple[int, int]) -> None:
-        number, fd = self._kept.pop(key)
+        number, fd = self._segments.pop(key)
         os.close(fd)
         self._sender.send(Kind.DROP, MACHINE, NUMBER.pack(number))
 
     def close(self) -> None:
         with self._lock:
-            while self._kept:
-                os.close(self._kept.popitem()[1][1])
+            while self._segments:
+                os.close(self._segments.popitem()[1][1])
 
 
 class ReceivedSegments:
@@ -317,9 +317,9 @@ class ReceivedSegments:
         return self._files[number]
 
     def take(self, body: bytes) -> None:
-        file, rest = self._file_of(*NUMBER.unpack_from(body)), memoryview(body)[NUMBER.size :]
-        while rest:
-            rest = rest[os.write(file, rest) :]
+        file, unwritten = self._file_of(*NUMBER.unpack_from(body)), memoryview(body)[NUMBER.size :]
+        while unwritten:
+            unwritten = unwritten[os.write(file, unwritten) :]
 
     def get(self, number: int) -> int:
         """Return the descriptor of a segment, which stays this one's."""

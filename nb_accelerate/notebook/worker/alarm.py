@@ -62,7 +62,7 @@ class Alarm:
     def answer(self, message: CutOff) -> bool:
         """Break the connections of a rendezvous if it is the current one, and return whether it is."""
         with self._lock:
-            # Noted of a rendezvous that this rank has not begun too, so that it fails, and does not wait for lost ranks.
+            # A rendezvous that this rank has not begun is noted too: it fails then, and does not wait for lost ranks.
             self._given_up = message.rendezvous
             if message.rendezvous != self._meeting:
                 return False

@@ -49,7 +49,7 @@ def pull(names: tuple[str, ...]) -> list[Any] | MissingName:
     variables = main_globals()
     for name in names:
         if name not in variables:
-            near = difflib.get_close_matches(name, [known for known in variables if not is_hidden(known)], n=1)
+            near = difflib.get_close_matches(name, [defined for defined in variables if not is_hidden(defined)], n=1)
             return MissingName(name, near[0] if near else None)
     return [variables[name] for name in names]
 
@@ -77,14 +77,14 @@ def complete(code: str, cursor: int) -> tuple[int, int, list[str]]:
     *path, beginning = code[start:cursor].split(".")
     variables = main_globals()
     if not path:
-        found = [name for name in (*variables, *vars(builtins)) if not is_hidden(name)]
+        names = [name for name in (*variables, *vars(builtins)) if not is_hidden(name)]
     else:
         value: Any = variables.get(path[0])
         for part in path[1:]:
             # Looked up as a plain attribute only: a property would run users' code while they type.
             value = vars(value).get(part) if hasattr(value, "__dict__") else None
-        found = [] if value is None else [name for name in dir(value) if beginning.startswith("_") or name[0] != "_"]
-    return cursor - len(beginning), cursor, sorted({name for name in found if name.startswith(beginning)})
+        names = [] if value is None else [name for name in dir(value) if beginning.startswith("_") or name[0] != "_"]
+    return cursor - len(beginning), cursor, sorted({name for name in names if name.startswith(beginning)})
 
 
 def inspect(method: str, name: str, detail: int) -> dict[str, Any] | None:
@@ -94,8 +94,8 @@ def inspect(method: str, name: str, detail: int) -> dict[str, Any] | None:
     shell = get_ipython()
     if shell is None or name.split(".", maxsplit=1)[0] not in main_globals():
         return None
-    found: dict[str, Any] = getattr(shell, method)(name, detail_level=detail)
-    return found
+    info: dict[str, Any] = getattr(shell, method)(name, detail_level=detail)
+    return info
 
 
 _MAGICS = "AutoreloadMagics"

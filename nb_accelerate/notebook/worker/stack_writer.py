@@ -37,8 +37,8 @@ _COMPILER = "/torch/_dynamo/convert_frame.py"
 
 def answer_requests(stacks: int, alarm: Alarm) -> None:
     """Start the thread. Requests come over a socket, which takes stacks; `alarm` answers a `CutOff`."""
-    # The thread ends when nobody can ask any more. It needs the interpreter's lock: it answers while the main thread runs
-    # Python code, or waits in C code that has released the lock, and does not answer while C code holds it.
+    # The thread ends when nobody can ask any more. It needs the interpreter's lock: it answers while the main thread
+    # runs Python code, or waits in C code that has released the lock, and does not answer while C code holds it.
     # `faulthandler` writes stacks then. It is no substitute: it reads frames that may change meanwhile, and CPython
     # 3.11 crashed in it.
     # `threading.Thread.start` would wait until the thread runs, on the way of every launch.

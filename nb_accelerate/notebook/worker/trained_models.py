@@ -43,7 +43,7 @@ class TrainedModels:
 
     def __init__(self) -> None:
         self._is_watching = False
-        self._known: dict[int, weakref.ref[Any]] = {}  # a parameter of each model that was trained ever
+        self._ever_trained: dict[int, weakref.ref[Any]] = {}  # a parameter of each model that was trained ever
         self._trained: dict[int, weakref.ref[Any]] = {}  # all parameters that were trained since `begin`
         self._num_ranks = "1"
         self._is_told = False
@@ -90,8 +90,8 @@ class TrainedModels:
             return {}
         module, tensor = imported("torch.nn").Module, imported("torch").Tensor
         # Not isinstance(), which believes what a value says.
-        found = {name: value for name, value in names if issubclass(type(value), (module, tensor))}
-        return {name: value for name, value in found.items() if self._has_trained(value)}
+        models = {name: value for name, value in names if issubclass(type(value), (module, tensor))}
+        return {name: value for name, value in models.items() if self._has_trained(value)}
 
     def _has_trained(self, value: Any) -> bool:
         if not hasattr(value, "is_leaf"):
@@ -124,9 +124,9 @@ class TrainedModels:
         self._trained.update((id(p), weakref.ref(p)) for group in optimizer.param_groups for p in group["params"])
         if self._num_ranks == "1":  # nothing is to be told of it; it is new in a cell of several ranks
             return
-        known = self._known.get(id(first))
-        self._known[id(first)] = weakref.ref(first)
-        is_new = known is None or known() is not first
+        noted = self._ever_trained.get(id(first))
+        self._ever_trained[id(first)] = weakref.ref(first)
+        is_new = noted is None or noted() is not first
         if self._is_told or not is_new or _is_averaged(self._collectives):
             return
         self._is_told = True

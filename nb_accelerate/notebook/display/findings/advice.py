@@ -39,13 +39,13 @@ class Advice(Finding):
     def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
         if min(rank.times.steps for rank in ranks.values()) < _LEAST_STEPS:
             return ()
-        loading, loads = _most(ranks, Phase.DATA)
+        loading, slowest = _most(ranks, Phase.DATA)
         saving, _ = _most(ranks, Phase.SAVING)
         is_busy = any((rank.sample.utilisation or 0) > _BUSY for rank in ranks.values())
         if loading >= max(saving, _WORTH_SAYING) and not is_busy:
-            who = "It" if len(ranks) == 1 else words.capitalized(named([loads]))
-            said = f"{who} spent {words.percent(100 * loading)} of the time loading data."
-            return (f"{said} {_more_workers(ranks[loads], self._cores)}".rstrip(),)
+            who = "It" if len(ranks) == 1 else words.capitalized(named([slowest]))
+            sentence = f"{who} spent {words.percent(100 * loading)} of the time loading data."
+            return (f"{sentence} {_more_workers(ranks[slowest], self._cores)}".rstrip(),)
         if saving >= _WORTH_SAYING:
             share = words.percent(100 * saving)
             return (f"Saving took {share} of the time. Try save_state(..., async_save=True), or save less often.",)
@@ -74,15 +74,18 @@ def _most(ranks: Ranks, phase: Phase) -> tuple[float, int]:
 
 def _more_workers(rank: RankHistory, cores: int) -> str:
     """Say how many workers of the loader would do, so that loading takes no longer than the rest of a step."""
-    now = rank.times.num_workers
-    if now is None:
+    num_workers = rank.times.num_workers
+    if num_workers is None:
         return ""
     seconds = rank.times.whole()
     loading = seconds[Phase.DATA]
-    rest = sum(spent for phase, spent in seconds.items() if phase not in (Phase.DATA, Phase.WAITING))
+    rest_of_step = sum(spent for phase, spent in seconds.items() if phase not in (Phase.DATA, Phase.WAITING))
     # Workers load during the rest of a step too, and are never done early, or there would be no wait for them.
-    work = now * (loading + rest) if now else loading
-    tried = min(math.ceil(work / max(rest, 0.01 * loading)) + (not now), cores)
-    if tried > now:
-        return f"Try num_workers={tried}" + (f" in place of {now}." if now else " in its DataLoader.")
-    return f"The num_workers={now} of its DataLoader do not keep up: read less for each batch, or from faster storage."
+    work = num_workers * (loading + rest_of_step) if num_workers else loading
+    advised = min(math.ceil(work / max(rest_of_step, 0.01 * loading)) + (not num_workers), cores)
+    if advised > num_workers:
+        return f"Try num_workers={advised}" + (f" in place of {num_workers}." if num_workers else " in its DataLoader.")
+    return (
+        f"The num_workers={num_workers} of its DataLoader do not keep up: read less for each batch, or from "
+        "faster storage."
+    )

@@ -81,32 +81,33 @@ class Slow(Finding):
 
 def _stragglers(ranks: Ranks) -> dict[int, Straggler]:
     """Return the slow ranks, by rank. Empty if there are none, or if it is too early to say."""
-    own = {number: share for number, rank in ranks.items() if (share := rank.own_share()) is not None}
-    if len(own) < 2:
+    own_shares = {number: share for number, rank in ranks.items() if (share := rank.own_share()) is not None}
+    if len(own_shares) < 2:
         return {}
-    found = {}
+    stragglers = {}
     rates = {number: rate for number, rank in ranks.items() if (rate := rank.rate)}
-    middle_rate = median(rates.values()) if rates else 0.0
-    middle = median(own.values())
-    for number, share in own.items():
+    median_rate = median(rates.values()) if rates else 0.0
+    median_share = median(own_shares.values())
+    for number, share in own_shares.items():
         factor = 1.0
-        if share > middle and share - middle > _NOISE / math.sqrt(ranks[number].samples_in_loop):
+        if share > median_share and share - median_share > _NOISE / math.sqrt(ranks[number].samples_in_loop):
             # What is not its own part of a step is no waiting, as it is the last to come: the others need as much of
             # it. Where 0.7 of its time is its own, and 0.2 of theirs, they would take 0.2 + 0.3 for what takes it 1.
-            factor = 1 / max(1 - (share - median(value for other, value in own.items() if other != number)), 0.01)
+            others_share = median(value for other, value in own_shares.items() if other != number)
+            factor = 1 / max(1 - (share - others_share), 0.01)
         rate = rates.get(number)  # differs for ranks that do not wait for each other
-        if rate and middle_rate / (ranks[number].rate_at_most or rate) > _FACTOR:
-            factor = max(factor, middle_rate / rate)
+        if rate and median_rate / (ranks[number].rate_at_most or rate) > _FACTOR:
+            factor = max(factor, median_rate / rate)
         if factor > _FACTOR:
-            found[number] = Straggler(factor=min(factor, 99.0), why=_why(ranks[number]))
-    return found if len(found) <= len(own) // 2 else {}
+            stragglers[number] = Straggler(factor=min(factor, 99.0), why=_why(ranks[number]))
+    return stragglers if len(stragglers) <= len(own_shares) // 2 else {}
 
 
 def _why(rank: RankHistory) -> str:
-    own = {phase: share for phase, share in rank.shares().items() if phase not in WITH_OTHERS}
-    if not own:
+    own_shares = {phase: share for phase, share in rank.shares().items() if phase not in WITH_OTHERS}
+    if not own_shares:
         return "at work"
-    phase, share = max(own.items(), key=lambda item: item[1])
+    phase, share = max(own_shares.items(), key=lambda item: item[1])
     return f"{100 * share:.0f} % {_NAMES.get(phase, PHASES[phase])}"
 
 

@@ -68,10 +68,10 @@ class Stuck(Finding):
 
     @override
     def sentences(self, ranks: Ranks, now: float) -> Sequence[str]:
-        told = _standstill(ranks, now) or ([self._hang] if self._hang else [])
-        if told and self._outcome:
-            told[-1] = f"{told[-1].removesuffix('.')}. {self._outcome}"
-        return told
+        sentences = _standstill(ranks, now) or ([self._hang] if self._hang else [])
+        if sentences and self._outcome:
+            sentences[-1] = f"{sentences[-1].removesuffix('.')}. {self._outcome}"
+        return sentences
 
 
 def _standstill(ranks: Ranks, now: float) -> list[str]:
@@ -79,7 +79,7 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
     waiting = sorted(number for number in stalled if waits(ranks[number]))
     elsewhere = sorted(stalled.difference(waiting))
     returned = [number for number, rank in ranks.items() if rank.status.state == "returned"]
-    left = [number for number in waiting if ranks[number].sample.steps and not ranks[number].sample.in_loop]
+    left_loop = [number for number in waiting if ranks[number].sample.steps and not ranks[number].sample.in_loop]
     waited_in = _location(ranks, waiting)
     who = f"{words.capitalized(named(waiting))} {'waits' if len(waiting) == 1 else 'wait'}"
     if elsewhere and (waiting or len(elsewhere) < len(ranks)):
@@ -91,29 +91,30 @@ def _standstill(ranks: Ranks, now: float) -> list[str]:
             text += f"; {who[0].lower()}{who[1:]} for {'it' if len(elsewhere) == 1 else 'them'}{waited_in}"
         return [f"{text}."]
     if waiting and returned:
-        gone = f"{named(returned)}, which {_have(returned)} returned"
+        whom = f"{named(returned)}, which {_have(returned)} returned"
         knows_lines = any(ranks[number].location for number in waiting)
-        return [f"{who} for {gone}:{waited_in}." if knows_lines else f"{who}{waited_in} for {gone}."]
-    if left and len(left) < len(waiting):
-        others = [number for number in waiting if number not in left]
-        steps = " or ".join(words.plural(number, "step") for number in sorted({ranks[at].sample.steps for at in left}))
-        wait_left, wait_others = ("waits" if len(some) == 1 else "wait" for some in (left, others))
+        return [f"{who} for {whom}:{waited_in}." if knows_lines else f"{who}{waited_in} for {whom}."]
+    if left_loop and len(left_loop) < len(waiting):
+        in_loop = [number for number in waiting if number not in left_loop]
+        step_counts = sorted({ranks[number].sample.steps for number in left_loop})
+        steps = " or ".join(words.plural(count, "step") for count in step_counts)
+        wait_left, wait_in_loop = ("waits" if len(numbers) == 1 else "wait" for numbers in (left_loop, in_loop))
         return [
-            f"{words.capitalized(named(left))} {_have(left)} left the loop after {steps}, and {wait_left}"
-            f"{_location(ranks, left)}; {named(others)} {wait_others}{_location(ranks, others)}."
+            f"{words.capitalized(named(left_loop))} {_have(left_loop)} left the loop after {steps}, and {wait_left}"
+            f"{_location(ranks, left_loop)}; {named(in_loop)} {wait_in_loop}{_location(ranks, in_loop)}."
         ]
     return []
 
 
-def _location(ranks: Ranks, numbers: Sequence[int], before: str = " ") -> str:
+def _location(ranks: Ranks, numbers: Sequence[int], prefix: str = " ") -> str:
     """Return the collective that all of some ranks wait in, and the line at which most of them are."""
     if not numbers:
         return ""
-    found = Counter((collective(ranks[number]), ranks[number].location) for number in numbers)
-    (name, line), _ = found.most_common(1)[0]
-    parts = [f"in {name}"] if name and len({name for name, _ in found}) == 1 else []
+    positions = Counter((collective(ranks[number]), ranks[number].location) for number in numbers)
+    (name, line), _ = positions.most_common(1)[0]
+    parts = [f"in {name}"] if name and len({name for name, _ in positions}) == 1 else []
     parts += [line] if line else []
-    return before + ", ".join(parts) if parts else ""
+    return prefix + ", ".join(parts) if parts else ""
 
 
 def collective(rank: RankHistory) -> str:

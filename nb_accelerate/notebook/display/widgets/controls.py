@@ -63,7 +63,7 @@ class Controls:
         self._is_over = False
         self._aside: Any = None
         self._rank_field: Any = None
-        self._others: list[tuple[Action, Any]] = []  # buttons that are opened, once they were for the first time
+        self._more_buttons: list[tuple[Action, Any]] = []  # buttons that are opened, once they were for the first time
         self._opened: tuple[Any, ...] = ()  # shown now
         self._is_open = False
         self._check_actions_at = 0.0
@@ -105,15 +105,17 @@ class Controls:
         """Close them. In a reloaded page, which knows no display to leave in their place, one stays."""
         with self._lock:
             self._is_over = True
-        kept: list[Any] = []
+        remaining: list[Any] = []
         if self._again.is_asked_for:
             logs = logs_as_html({rank: last_lines(self._source.log(rank)) for rank in self._ranks})
             self._again.value = html.style() + html.render(view) + html.render_charts(view) + logs + _TO_KEEP
             self._box.children = (self._again,)
-            kept = [*_with_styles(self._box), *_with_styles(self._again)]
-        for widget in (part for whole in self._widgets for part in _with_styles(whole) if part not in kept):
-            with contextlib.suppress(Exception):  # the front end may be gone
-                widget.close()
+            remaining = [*_with_styles(self._box), *_with_styles(self._again)]
+        for widget in self._widgets:
+            for part in _with_styles(widget):
+                if part not in remaining:
+                    with contextlib.suppress(Exception):  # the front end may be gone
+                        part.close()
 
     def _draw_aside(self) -> None:
         shown = self._shown
@@ -121,10 +123,10 @@ class Controls:
             return
         if shown == self._stacks and time.monotonic() >= self._ask_at:
             self._ask()
-        said = shown()
+        content = shown()
         with self._lock:
-            if self._shown == shown and said != self._aside.value:
-                self._aside.value = said
+            if self._shown == shown and content != self._aside.value:
+                self._aside.value = content
 
     def _add(self, widget: Any) -> Any:
         self._widgets.append(widget)
@@ -144,13 +146,13 @@ class Controls:
         with self._lock:
             if self._is_over:
                 return
-            if not self._others:
+            if not self._more_buttons:
                 actions = (
                     Action("Stacks", "show where every rank is", lambda: self._toggle(self._stacks)),
                     Action("Log", "show what a rank printed last", lambda: self._toggle(self._log)),
                     *self._steering,
                 )
-                self._others = [(action, self._button(action)) for action in actions]
+                self._more_buttons = [(action, self._button(action)) for action in actions]
             self._is_open, self._opened = not self._is_open, ()
             self._more.description = _LESS if self._is_open else _MORE
             shown = self._shown
@@ -185,13 +187,13 @@ class Controls:
             if self._is_over:
                 return
             self._check_actions_at = time.monotonic() + _ACTIONS_EVERY
-            can = [button for action, button in self._others if self._is_open and action.can()]
+            possible = [button for action, button in self._more_buttons if self._is_open and action.can()]
             # New ones come last: a front end would rebuild the buttons behind, which would lose the keyboard's focus.
-            kept = [button for button in self._opened if button in can]
-            self._opened = (*kept, *(button for button in can if button not in kept))
+            remaining = [button for button in self._opened if button in possible]
+            self._opened = (*remaining, *(button for button in possible if button not in remaining))
             children = [*self._row, *self._opened]
             if self._shown == self._log and len(self._ranks) > 1:
-                log = next(button for action, button in self._others if action.title == "Log")
+                log = next(button for action, button in self._more_buttons if action.title == "Log")
                 children.insert(children.index(log) + 1, self._field_of_rank())
             if self._controls.children != tuple(children):
                 self._controls.children = children
@@ -224,8 +226,7 @@ class Controls:
         self._source.ask()
 
     def _stacks(self) -> str:
-        found = {rank: listed(dump) for rank, dump in self._source.stacks().items() if dump}
-        return stacks_as_html(found)
+        return stacks_as_html({rank: listed(dump) for rank, dump in self._source.stacks().items() if dump})
 
     def _log(self) -> str:
         if self._log_of not in self._ranks:
@@ -258,15 +259,15 @@ _LAST_LINES = 40  # lines of a log that are shown
 
 def stacks_as_html(frames: Mapping[int, tuple[list[str], list[str]]]) -> str:
     """Return where ranks are: users' frames a line each, then those of libraries, which unfold."""
-    found = "".join(_stack(rank, users, others) for rank, (users, others) in sorted(frames.items()))
-    return _pre(found or "no answer yet", "where ranks are")
+    markup = "".join(_stack(rank, users, others) for rank, (users, others) in sorted(frames.items()))
+    return _pre(markup or "no answer yet", "where ranks are")
 
 
-def _stack(rank: int, users: list[str], others: list[str]) -> str:
+def _stack(rank: int, users: list[str], of_libraries: list[str]) -> str:
     lines = "".join(f"<div>  {escape(frame)}</div>" for frame in users)
-    if others:
-        each = "".join(f"<div>    {escape(frame)}</div>" for frame in others)
-        folded = escape(" ← ".join(others))
+    if of_libraries:
+        each = "".join(f"<div>    {escape(frame)}</div>" for frame in of_libraries)
+        folded = escape(" ← ".join(of_libraries))
         lines += f'<details class="nba-dim"><summary class="nba-frames">  in {folded}</summary>{each}</details>'
     return f"<div><b>{named([rank])}</b></div>{lines}"
 

@@ -63,40 +63,39 @@ class RankTraceback(Exception):  # noqa: N818 - it is the text shown above an er
         return f"\n{self.args[0]}"
 
 
-def error_of(request: Request, *others: Request) -> BaseException | None:
+def error_of(request: Request, *more_requests: Request) -> BaseException | None:
     """Return the exception to raise for a request that is done, or None if all went well. Not in the loop's thread.
 
     Users' code may run in it, where an exception of theirs is unpickled.
     """
-    for asked in (request, *others):
-        if asked.failure is not None:
-            return asked.failure
-    incidents = [incident for asked in (request, *others) for incident in asked.incidents]
+    for each in (request, *more_requests):
+        if each.failure is not None:
+            return each.failure
+    incidents = [incident for each in (request, *more_requests) for incident in each.incidents]
     if not incidents:
         return None
     cause = first_cause(incidents)
     lost = lost_as_well(cause, incidents)
     wording, world_size = request.wording, request.world_size
     if cause.kind is IncidentKind.INTERRUPTED:
-        places = interrupted_at(request.answers, request.stacks)
-        return interrupted(f"{wording.what} was {cause.how}", "\n".join(filter(None, (places, *lost))))
-    number = cause.rank.rank if cause.rank is not None else None
-    stacks = {rank: dump for rank, dump in request.stacks.items() if rank != number}
+        locations = interrupted_at(request.answers, request.stacks)
+        return interrupted(f"{wording.what} was {cause.how}", "\n".join(filter(None, (locations, *lost))))
+    failed_rank = cause.rank.rank if cause.rank is not None else None
+    stacks = {rank: dump for rank, dump in request.stacks.items() if rank != failed_rank}
     if cause.failure is not None and cause.rank is not None:
         failure, fds = cause.failure
         request.take(cause.rank.rank)
         error = rebuild(cause.rank.rank, failure, fds, cause.tail, who=f"rank {cause.rank.label}")
         _add_stacks(error, stacks)
-        footer = "\n".join(
-            filter(None, (_not_sent(failure.report), cause.memory, *failed_otherwise(cause, request.incidents), *lost))
-        )
+        notes = (_not_sent(failure.report), cause.memory, *failed_otherwise(cause, request.incidents), *lost)
+        footer = "\n".join(filter(None, notes))
         title = whose(cause, request)
         show_traceback_of_rank(error, failure.report, title, world_size, footer)
         return error
     error = _error_without_report(cause, request, stacks)
     _add_stacks(error, stacks)
     add_note(error, cause.memory)
-    if not isinstance(error, DeadlockError):  # which says where the ranks are
+    if not isinstance(error, DeadlockError):  # its text says where the ranks are
         add_note(error, meanwhile(stacks))
     add_note(error, "\n".join(lost))
     return error
@@ -107,10 +106,10 @@ def _not_sent(report: ErrorReport) -> str:
     name = report.absent
     if not name or name not in main_globals():
         return ""
-    place_ = "the cell" if is_module_level(report.absent_in) else report.absent_in
+    code = "the cell" if is_module_level(report.absent_in) else report.absent_in
     return (
         f"{name} is a variable of the notebook that the ranks were not sent: they are sent the names in code, and no "
-        f"names in strings. Write it in {place_} as a line of its own: {name}"
+        f"names in strings. Write it in {code} as a line of its own: {name}"
     )
 
 
@@ -124,11 +123,11 @@ def _error_without_report(cause: Incident, request: Request, stacks: Mapping[int
 
 
 def _lateness(cause: Incident, request: Request) -> str:
-    late = f"{named(cause.late)} of {request.world_size}"
+    missing = f"{named(cause.late)} of {request.world_size}"
     if cause.kind is IncidentKind.NOT_STARTED:
         module, _, name = request.wording.owner.partition(".")
         return (
-            f"{late} could not be started: in {request.start:g} s no processor time was used and no file was read "
+            f"{missing} could not be started: in {request.start:g} s no processor time was used and no file was read "
             f"({cause.how}). To wait longer: from dataclasses import replace; from nb_accelerate.notebook.{module} "
             f"import {name}; {name}.timeouts = replace({name}.timeouts, start={5 * request.start:g})"
         )
@@ -144,20 +143,20 @@ def _add_stacks(error: BaseException, stacks: Mapping[int, str]) -> None:
 
 def death(rank: RankProxy, wording: Wording, tail: str = "", *, out_of_memory: bool = False) -> LaunchError:
     """Return the error about a rank that has ended, or is of no use any more, with its last output."""
-    number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
+    rank_number, exitcode, after = rank.rank, rank.handle.exitcode, wording.after_end(rank)
     who = f"rank {rank.label}"
-    said = f"\nIts last output was:\n{tail.rstrip()}" if tail.strip() else ""
+    last_output = f"\nIts last output was:\n{tail.rstrip()}" if tail.strip() else ""
     if rank.why_lost:
-        error = wording.unusable(f"{who} is lost: {rank.why_lost}{after}.{said}")
+        error = wording.unusable(f"{who} is lost: {rank.why_lost}{after}.{last_output}")
         error.__cause__ = rank.lost_by
         return error
     if exitcode is None:
-        return wording.unseen(f"{who} is lost: {rank.handle.lost}{after}.{said}")
-    how = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
+        return wording.unseen(f"{who} is lost: {rank.handle.lost}{after}.{last_output}")
+    end = f"was ended by {signal_name(-exitcode)}" if exitcode < 0 else f"ended with exit code {exitcode}"
     hint = ""
     if exitcode == -signal.SIGKILL:
         hint = _OUT_OF_MEMORY if out_of_memory else _KILLED
-    return RankDiedError(f"{who} {how}{after}.{hint}{said}", rank=number, exitcode=exitcode, output=tail)
+    return RankDiedError(f"{who} {end}{after}.{hint}{last_output}", rank=rank_number, exitcode=exitcode, output=tail)
 
 
 def how_it_ended(rank: RankProxy, wording: Wording) -> str:
@@ -198,10 +197,10 @@ def rebuild(rank: int, failure: Failure, fds: tuple[int, ...], output: str, *, w
     return RemoteError(text, rank=rank, type_name=report.type_name, output=output)
 
 
-def interrupted(text: str, places: str = "") -> KeyboardInterrupt:
+def interrupted(text: str, locations: str = "") -> KeyboardInterrupt:
     """Return a KeyboardInterrupt that a notebook shows without the traceback of the wait."""
     error = KeyboardInterrupt(text)
-    add_note(error, places)
+    add_note(error, locations)
     show_instead(error, functools.partial(text_lines, error))
     return error
 
@@ -212,8 +211,8 @@ def summary(error: BaseException) -> str:
     lines = str(error).splitlines() or [""]
     if isinstance(error, LaunchError):
         return lines[0]
-    where_ = f"{who} failed: " if who is not None else ""
-    return f"{where_}{type(error).__name__}: {lines[0]}" if lines[0] else f"{where_}{type(error).__name__}"
+    prefix = f"{who} failed: " if who is not None else ""
+    return f"{prefix}{type(error).__name__}: {lines[0]}" if lines[0] else f"{prefix}{type(error).__name__}"
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -226,10 +225,10 @@ def add_note(error: BaseException, note: str) -> None:
 
 def show_traceback_of_rank(error: BaseException, report: ErrorReport, title: str, world_size: int, footer: str) -> None:
     """Have IPython and plain Python print the traceback on the rank instead of the traceback of the wait for it."""
-    users = [frame for frame in report.frames if is_users(frame.filename)]
+    users_frames = _users_frames(report)
     # IPython shows no line of a rank for a SyntaxError, so the user's line that led to it is named.
-    where_ = f", in {place(users[-1])}" if isinstance(error, SyntaxError) and users else ""
-    who = f"Raised by {title}{where_}."
+    location = f", in {place(users_frames[-1])}" if isinstance(error, SyntaxError) and users_frames else ""
+    who = f"Raised by {title}{location}."
     add_note(error, who)
     add_note(error, footer)
     error.__cause__ = RankTraceback(render_report(report, title=title), who)
@@ -258,11 +257,11 @@ def said_of(cause: Incident, request: Request) -> str:
 
 
 def outcome_of(
-    request: Request, *others: Request, error: BaseException | None = None
+    request: Request, *more_requests: Request, error: BaseException | None = None
 ) -> tuple[PanelStatus, FailureSummary | None]:
     """Return how a request has ended, for its panel: the ranks that failed, and the traceback if no error is raised."""
-    failure = next((asked.failure for asked in (request, *others) if asked.failure is not None), None)
-    incidents = [incident for asked in (request, *others) for incident in asked.incidents]
+    failure = next((each.failure for each in (request, *more_requests) if each.failure is not None), None)
+    incidents = [incident for each in (request, *more_requests) for incident in each.incidents]
     # Nothing went wrong on a rank: all is well, or the loop has ended, or a value cannot be unpickled here.
     if failure is not None or not incidents:
         error = failure or error
@@ -310,17 +309,14 @@ def failed_otherwise(cause: Incident, incidents: Iterable[Incident]) -> list[str
     others = [(rank, other) for rank, other in _reports(incidents) if not _is_same(other, report)]
     return [
         f"Rank {rank.label} failed as well: {one_line(other)}"
-        for rank, other in sorted(others, key=lambda one: one[0].rank)[:_MAX_OTHERS]
+        for rank, other in sorted(others, key=lambda pair: pair[0].rank)[:_MAX_OTHERS]
     ]
 
 
 def lost_as_well(cause: Incident, incidents: Iterable[Incident]) -> list[str]:
     """Return a line for each rank that is of no use any more, although its process did not end by itself."""
-    lost = {
-        incident.rank.rank: incident.rank
-        for incident in incidents
-        if incident.rank is not None and incident is not cause
-    }
+    ranks = [incident.rank for incident in incidents if incident.rank is not None and incident is not cause]
+    lost = {rank.rank: rank for rank in ranks}
     return [f"Rank {rank.label} is lost: {rank.why_lost}." for _, rank in sorted(lost.items()) if rank.why_lost]
 
 
@@ -329,11 +325,8 @@ def _is_same(report: ErrorReport, other: ErrorReport) -> bool:
     if report == other:
         return True
     lines = _users_frames(report)
-    return bool(lines) and (report.type_name, report.message, lines) == (
-        other.type_name,
-        other.message,
-        _users_frames(other),
-    )
+    has_same_text = (report.type_name, report.message) == (other.type_name, other.message)
+    return bool(lines) and has_same_text and lines == _users_frames(other)
 
 
 def _users_frames(report: ErrorReport) -> list[Frame]:
@@ -356,30 +349,32 @@ def one_line(report: ErrorReport) -> str:
 
 def meanwhile(stacks: Mapping[int, str]) -> str:
     """Return where ranks were: ``Meanwhile rank 0 was in all_reduce, called from train, cell 7 line 12``."""
-    # Leaves out ranks outside users' code, where most are that know of the failure: it says nothing of the cause.
+    # Ranks outside users' code are left out: most of them know of the failure, and where they are says nothing of it.
     locations = {rank: where(dump) for rank, dump in stacks.items()}
-    return _lines_of_ranks({rank: found for rank, found in locations.items() if found != OUTSIDE}, "Meanwhile ")
+    inside = {rank: location for rank, location in locations.items() if location != OUTSIDE}
+    return _lines_of_ranks(inside, "Meanwhile ")
 
 
 def interrupted_at(answers: Mapping[int, Answer], stacks: Mapping[int, str]) -> str:
     """Return the line of users' code in which an interrupt hit each rank: ``Rank 0 was in train, cell 7 line 12``."""
-    places = {rank: where(dump) for rank, dump in stacks.items() if rank not in answers}
+    locations = {rank: where(dump) for rank, dump in stacks.items() if rank not in answers}
     for rank, (answer, _) in answers.items():
         if not isinstance(answer, Failure) or answer.report.type_name != "KeyboardInterrupt":
             continue
         if frames := _users_frames(answer.report):
-            places[rank] = f"in {place(frames[-1])}"
-    return _lines_of_ranks(places)
+            locations[rank] = f"in {place(frames[-1])}"
+    return _lines_of_ranks(locations)
 
 
-def _lines_of_ranks(places: Mapping[int, str], before: str = "") -> str:
-    by_place: dict[str, list[int]] = {}
-    for rank, where_ in sorted(places.items()):
-        by_place.setdefault(where_, []).append(rank)
-    lines = (
-        f"{before}{named(ranks)} {'were' if len(ranks) > 1 else 'was'} {where_}" for where_, ranks in by_place.items()
-    )
-    return "\n".join(line[:1].upper() + line[1:] for line in lines)
+def _lines_of_ranks(locations: Mapping[int, str], prefix: str = "") -> str:
+    ranks_by_location: dict[str, list[int]] = {}
+    for rank, location in sorted(locations.items()):
+        ranks_by_location.setdefault(location, []).append(rank)
+    lines = []
+    for location, ranks in ranks_by_location.items():
+        line = f"{prefix}{named(ranks)} {'were' if len(ranks) > 1 else 'was'} {location}"
+        lines.append(line[:1].upper() + line[1:])
+    return "\n".join(lines)
 
 
 def _reports(incidents: Iterable[Incident]) -> list[tuple[RankProxy, ErrorReport]]:

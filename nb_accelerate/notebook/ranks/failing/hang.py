@@ -2,7 +2,7 @@
 
 A rank that waits in a collective while another one is elsewhere in its code, or has finished, may be right: the other
 sorts, reads a disk, or has a thread that brings the rest. So it is told who waits where, and that is all. A request is
-ended only where nobody is left who could come: see `notebook.ranks.failing.deadlock`.
+ended only where nobody is left who could come: see `DeadlockWatch`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DeadlockWatch:
         self._seconds = 0.0
         self._measured_at: float | None = None
         self._stacks: dict[int, tuple[Frame, ...]] = {}
-        self._used: dict[int, float | None] = {}
+        self._processor_times: dict[int, float | None] = {}
 
     def moved(self) -> None:
         self._seconds, self._measured_at, self._stacks = 0.0, None, {}
@@ -58,10 +58,7 @@ class DeadlockWatch:
         Args:
             dumps: stacks of the ranks that have not come to the end. "" is none: a busy machine answers late.
         """
-        stacks = [
-            *dumps.values(),
-            *(rank.dump for rank in others if not rank.is_gone),
-        ]
+        stacks = [*dumps.values(), *(rank.dump for rank in others if not rank.is_gone)]
         if "" in stacks:
             self._measured_at = None
             return None
@@ -71,11 +68,11 @@ class DeadlockWatch:
         now = time.monotonic()
         since_last = 0.0 if self._measured_at is None else min(now - self._measured_at, self._longest)
         stacks_by_rank = {rank: main_thread(dump) for rank, dump in dumps.items()}
-        used = {rank.rank: rank.handle.processor_time() for rank in (*self._request.waiting, *others)}
-        if stacks_by_rank == self._stacks and self._are_idle(used, self._seconds + since_last):
+        processor_times = {rank.rank: rank.handle.processor_time() for rank in (*self._request.waiting, *others)}
+        if stacks_by_rank == self._stacks and self._are_idle(processor_times, self._seconds + since_last):
             self._seconds += since_last
         else:
-            self._seconds, self._stacks, self._used = 0.0, stacks_by_rank, used
+            self._seconds, self._stacks, self._processor_times = 0.0, stacks_by_rank, processor_times
         self._measured_at = now
         return self._seconds
 
@@ -89,12 +86,13 @@ class DeadlockWatch:
             and not any(rank.handle.page.read().other_group for rank in (*request.ranks, *others))
         )
 
-    def _are_idle(self, used: Mapping[int, float | None], seconds: float) -> bool:
+    def _are_idle(self, processor_times: Mapping[int, float | None], seconds: float) -> bool:
         allowed = _MAX_PROCESSOR_SHARE * seconds + _MAX_PROCESSOR_SECONDS
-        return all(
-            after is not None and (before := self._used.get(rank)) is not None and 0.0 <= after - before <= allowed
-            for rank, after in used.items()
-        )
+        for rank, after in processor_times.items():
+            before = self._processor_times.get(rank)
+            if before is None or after is None or not 0.0 <= after - before <= allowed:
+                return False
+        return True
 
 
 # Seconds without movement after which ranks are asked for their stacks, however slowly they move otherwise.
@@ -117,12 +115,12 @@ class HangWatch:
         self._timeouts = timeouts
         self._quiet = timeouts.quiet
         self._moved_at: float | None = None
-        self._asked = False
-        self._seen: Mapping[int, str] = {}
+        self._has_asked = False
+        self._last_locations: Mapping[int, str] = {}
         self._waiting_since: float | None = None
-        self._said = False
+        self._has_told_wait = False
         self._stuck_since: float | None = None
-        self._told_stuck = False
+        self._has_told_stuck = False
         longest = timeouts.deadlock / (_DEADLOCK_CHECKS - 1) + timeouts.stacks
         self._deadlock = DeadlockWatch(request, longest=longest)
         self._progress: tuple[object, ...] | None = None
@@ -133,7 +131,7 @@ class HangWatch:
         now = time.monotonic()
         self._note_movement(now)
         self._deadlock.moved()
-        if not self._asked:
+        if not self._has_asked:
             self.due = now + self._quiet
 
     def act(self) -> None:
@@ -143,15 +141,15 @@ class HangWatch:
         # compared with the last reading, and ranks that show no progress are asked for their stacks.
         if request.step is not None:
             self.due = NEVER
-        elif self._asked:
-            self._asked = False
+        elif self._has_asked:
+            self._has_asked = False
             is_deadlocked = self._read_stacks(now)
             pauses = [self._quiet]
             if is_deadlocked:
                 pauses.append(self._timeouts.deadlock / _DEADLOCK_CHECKS)
-            if self._stuck_since is not None and not self._told_stuck:
+            if self._stuck_since is not None and not self._has_told_stuck:
                 pauses.append(max(0.0, self._stuck_since + self._timeouts.told - now))
-            if self._waiting_since is not None and not self._said:
+            if self._waiting_since is not None and not self._has_told_wait:
                 pauses.append(max(0.0, self._waiting_since + self._timeouts.told - now))
             self.due = now + min(pauses)
         elif self._progress is None:
@@ -164,7 +162,7 @@ class HangWatch:
             self._stuck_since = None
             self.due = now + self._quiet
         else:
-            self._asked = True
+            self._has_asked = True
             self.due = now + self._timeouts.stacks
             for rank in (*request.waiting, *self._others()):
                 ask_for_stacks(rank)
@@ -188,33 +186,35 @@ class HangWatch:
         """Read the stacks, and return whether the ranks seem to wait for ever."""
         request = self._request
         dumps = {rank.rank: rank.dump for rank in request.waiting}
-        places = {rank: where(dump) for rank, dump in dumps.items()}
+        locations = {rank: where(dump) for rank, dump in dumps.items()}
         finished = sorted(request.answers)
-        deadlocked = self._deadlock.measure(dumps, self._others())
+        deadlock_seconds = self._deadlock.measure(dumps, self._others())
         # Idle ranks are named only if all others are in a collective: one that is in backward may be computing.
-        idle = (
-            [rank.rank for rank in request.idle()] if request.attended and all(map(in_exchange, dumps.values())) else ()
-        )
+        idle: list[int] = []
+        if request.attended and all(map(in_exchange, dumps.values())):
+            idle = [rank.rank for rank in request.idle()]
         text = verdict(dumps, finished, idle)
         if not all(in_exchange(dump, or_backward=True) for dump in dumps.values()):
             self._stuck_since = None
         elif self._stuck_since is None:
             self._stuck_since = now
-        elif now - self._stuck_since >= self._timeouts.told and not self._told_stuck:
-            self._told_stuck = True
+        elif now - self._stuck_since >= self._timeouts.told and not self._has_told_stuck:
+            self._has_told_stuck = True
             request.stuck()
-        if places != self._seen or not text:
+        if locations != self._last_locations or not text:
             self._waiting_since = now if text else None
-        if deadlocked is not None and deadlocked >= self._timeouts.deadlock:
-            self._end(text or sentence(dumps, finished, idle), dumps)
-        elif self._waiting_since is not None and not self._said:
+        if deadlock_seconds is not None and deadlock_seconds >= self._timeouts.deadlock:
+            reason = f"{request.wording.what} would never end: {text or sentence(dumps, finished, idle)}"
+            reason = f"{reason}. All ranks have to call the same collectives"
+            request.abandon(DeadlockError(reason, stacks=dict(dumps)))
+        elif self._waiting_since is not None and not self._has_told_wait:
             if now - self._waiting_since >= self._timeouts.told:
-                self._said = True
-                self._say(text, now - self._waiting_since, ends_by_itself=deadlocked is not None)
-        elif places == self._seen and deadlocked is None:
+                self._has_told_wait = True
+                self._say(text, now - self._waiting_since, ends_by_itself=deadlock_seconds is not None)
+        elif locations == self._last_locations and deadlock_seconds is None:
             self._quiet = max(self._quiet, min(2 * self._quiet, _LONGEST_QUIET))
-        self._seen = places
-        return deadlocked is not None
+        self._last_locations = locations
+        return deadlock_seconds is not None
 
     def _say(self, text: str, seconds: float, *, ends_by_itself: bool) -> None:
         request = self._request
@@ -224,10 +224,6 @@ class HangWatch:
         # The panel counts the seconds by itself.
         if request.panel is None or not request.panel.tell_hang(f"{text}.", outcome and f"{outcome}."):
             request.say(f"{text}; for {round(seconds, 1):g} s so far" + (outcome and f". {outcome}"))
-
-    def _end(self, text: str, dumps: Mapping[int, str]) -> None:
-        message = f"{self._request.wording.what} would never end: {text}. All ranks have to call the same collectives"
-        self._request.abandon(DeadlockError(message, stacks=dict(dumps)))
 
 
 def verdict(dumps: Mapping[int, str], finished: Sequence[int], idle: Sequence[int] = ()) -> str:
