@@ -108,7 +108,7 @@ def _absent(error: BaseException, message: str) -> dict[str, str]:
     code = [frame.f_code for frame, _ in entries if frame.f_globals is names and frame.f_code.co_filename != _EVALUATED]
     if found is None or found[1] in names or not code:
         return {}
-    if type(error) is not AttributeError:  # whose text names the module
+    if type(error) is not AttributeError:  # an AttributeError names the module in its text
         frame, lineno = entries[-1]
         line = linecache.getline(frame.f_code.co_filename, lineno or 0)
         if frame.f_globals is not names or not (type(error) is NameError or _LOOKS_UP.search(line)):

@@ -9,7 +9,7 @@ from nb_accelerate.base import words
 from nb_accelerate.base.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from nb_accelerate.base.progress_page import RankMemory, Sample
 
@@ -127,7 +127,10 @@ def _spreading(held: RankMemory, needed: int, ranks: int) -> list[str]:
 
 def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
     shown = [rank for index, rank in enumerate(held) if index < _MOST_ROWS or rank == failed]
-    rows = [(str(rank), *_sizes(_column_bytes(held[rank]))) for rank in shown]
+    rows = []
+    for rank in shown:
+        sizes = [words.size(size) if size else "-" for size in _column_bytes(held[rank])]
+        rows.append((str(rank), *sizes))
     lines = repr(Table(("rank", *_COLUMNS), rows, right=("rank", *_COLUMNS))).splitlines()
     lines[1 + shown.index(failed)] += "  <- failed"
     more = len(held) - len(shown)
@@ -137,7 +140,3 @@ def _table(held: Mapping[int, RankMemory], failed: int) -> list[str]:
 def _column_bytes(held: RankMemory) -> tuple[int, ...]:
     """Return the bytes of `_COLUMNS`."""
     return held.parameters, held.gradients, held.optimizer, held.base + held.activations, held.peak, held.limit
-
-
-def _sizes(sizes: Iterable[int]) -> list[str]:
-    return [words.size(size) if size else "-" for size in sizes]

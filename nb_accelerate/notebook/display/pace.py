@@ -69,7 +69,7 @@ def outlook(ranks: Ranks, pace: Pace, now: float) -> tuple[str, ...]:
         left = slowest.time_left()
     parts = [left] if left is not None else []
     rates = [rank.rate for rank in ranks.values() if rank.rate is not None]
-    rate = median(rates) if rates else pace.rate  # which is there at the beginning of an epoch too
+    rate = median(rates) if rates else pace.rate  # it is known at the beginning of an epoch too
     rows = max(rank.sample.rows for rank in ranks.values())
     if rate and rows and in_loop:
         parts.append(f"{words.rate(rate * rows)} samples/s")

@@ -88,7 +88,7 @@ class BarLine:
 class FailureSummary:
     """Why it ended. The whole is told by the error that is raised."""
 
-    ranks: tuple[int, ...] = ()  # that failed with it; none if it is no rank's failure
+    ranks: tuple[int, ...] = ()  # those that failed with it; none if it is no rank's failure
     what: str = ""  # for their rows: the type of an exception, say
     label: str = ""  # of the details
     details: str = ""  # several lines, a traceback say, where no error is raised

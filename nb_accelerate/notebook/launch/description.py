@@ -58,7 +58,7 @@ def simple_arguments(options: LaunchOptions) -> dict[str, Any]:
     """Return the arguments of a function, with its defaults, that are numbers or short texts, by name."""
     try:
         bound = inspect.signature(options.function).bind(*options.args, **options.kwargs)
-    except (TypeError, ValueError):  # which the call tells, or a function that does not say what it takes
+    except (TypeError, ValueError):  # the call will raise it; or the function has no signature
         return {}
     bound.apply_defaults()
     given = {**bound.arguments, **options.kwargs}

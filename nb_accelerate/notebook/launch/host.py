@@ -388,7 +388,7 @@ def main() -> None:
             secret = sys.stdin.buffer.read()
             connection, seal = connect(address, int(port), int(machine), secret, seconds=_CONNECT_TIMEOUT)
             reads = writes = connection.detach()
-        elif not (stat.S_ISFIFO(mode := os.fstat(0).st_mode) or stat.S_ISSOCK(mode)):  # but a file such as /dev/null
+        elif not (stat.S_ISFIFO(mode := os.fstat(0).st_mode) or stat.S_ISSOCK(mode)):  # a file such as /dev/null
             sys.exit(_NO_INPUT)
         else:
             reads, writes, seal = os.dup(0), os.dup(1), None

@@ -75,7 +75,7 @@ class Hosts:
         with contextlib.ExitStack() as closing:
             for link in links:
                 closing.callback(link.close)
-            for link in links:  # which is done first: all at once, before one after the other is waited for
+            for link in links:  # called before `close`: all are told to quit before the first one is waited for
                 closing.callback(link.quit)
 
     def reopen(self, check: Callable[[], object]) -> None:

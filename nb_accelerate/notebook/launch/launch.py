@@ -123,7 +123,7 @@ class Launch(Steerable):
         self._done_for_coroutines.set_running_or_notify_cancel()  # a coroutine that is cancelled does not cancel it
         self._lock = threading.Lock()
 
-    # For the user's code.
+    # Called by the user's code.
 
     @property
     def ranks(self) -> list[RankStatus]:
@@ -188,7 +188,7 @@ class Launch(Steerable):
         if not self.wait(timeout):
             raise TimeoutError(f"{self._name} has not ended within {timeout} s; it goes on")
         if self._error is not None:
-            # As it was: each time it is raised, frames are added.
+            # With its first traceback, because each time that it is raised frames are added.
             raise BaseException.with_traceback(self._error, self._traceback)
         assert self._values is not None
         return self._values
@@ -222,7 +222,7 @@ class Launch(Steerable):
         why = f": {summary(self._error)}" if self._error is not None else ""
         return f"<Launch of {self._name} on {ranks}: {self.status()} after {words.duration(seconds)}{why}>"
 
-    # For `notebook_launcher`.
+    # Called by `notebook_launcher`.
 
     def run(self) -> Values:
         """Run it in the calling thread, and return the values of the ranks."""
@@ -442,7 +442,7 @@ class Launch(Steerable):
         options, numbers = self._options, [handle.rank for handle in handles]
         prefix = line_prefix(options.log_line_prefix_template, {handle.rank: handle.local_rank for handle in handles})
         if options.fold_output:
-            # What several ranks print alike has a prefix that names them all.
+            # Lines that several ranks print alike have a prefix that names them all.
             own = prefix if len(numbers) == 1 else None
             return RequestOutput(numbers, self._sink, hold=self.timeouts.fold, prefix=own)
         return RequestOutput(numbers, self._sink, style="raw", prefix=prefix)

@@ -140,7 +140,7 @@ class LocalRank(PipedRank):
     @override
     def interrupt(self) -> None:
         self._is_to_end = self._is_to_end or self.pid is None
-        # In this order: a rank ignores a SIGINT that its page says nothing of; see `worker.interrupt`.
+        # Announced first, because a rank ignores a SIGINT that its page says nothing of; see `worker.interrupt`.
         self.announce_interrupt()
         self.signal(signal.SIGINT)
 
@@ -275,7 +275,7 @@ class Owner:
         self.is_given_up = False
         self._channel = channel
         self._serves = serves
-        # Of two threads that drain the channel at the same time, either would get a part.
+        # Two threads that drained the channel at the same time would get a part each.
         self._reading = threading.Lock()
         self._begun = time.monotonic()
 

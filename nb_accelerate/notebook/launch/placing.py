@@ -75,7 +75,7 @@ class Placing(ABC):
     def while_starting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    # For a pool.
+    # Used by pools.
 
     @abstractmethod
     def meet(self) -> contextlib.AbstractContextManager[Rendezvous]:

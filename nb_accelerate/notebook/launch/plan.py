@@ -181,7 +181,7 @@ def _ranks_and_devices(
     """Return the number of ranks on this machine, their devices, and the variables that select them."""
     kind, names = devices.kind, devices.names
     visibility: dict[str, str] = {}
-    # On processors: as many as were asked for. Devices that were not are hidden.
+    # There are as many ranks on processors as were asked for. Accelerators are hidden if devices were asked for.
     if kind.is_host:
         if options.devices is not None:
             visibility = {row.visibility: row.hidden for row in DEVICE_KINDS if row.hidden is not None}
@@ -211,7 +211,7 @@ def _ranks_and_devices(
         names = tuple(names[number] for number in options.devices)
         if kind.visibility:
             visibility = {kind.visibility: ",".join(names)}
-    # As many ranks as there are devices, which need a backend to be more than one.
+    # There are as many ranks as devices; without a backend for collectives there is one.
     available = len(names) if kind.backend else 1
     number = options.num_processes or available
     if number > available:

@@ -73,7 +73,7 @@ class Rendezvous:
     world_size: int = 1
     polls: bool = False  # ranks wait for the file in Python; see `training.process.group_store.RendezvousHandler`
     part: str = ""  # of the store, for these ranks; "" if it is theirs alone
-    machines: Machines | None = None  # that take part; None if it is this one alone
+    machines: Machines | None = None  # those that take part; None if it is this one alone
 
     def store_for(self, local_rank: int) -> tuple[StoreSpec, int]:
         """Return what a rank is told of the store, and the descriptor it gets, which the caller closes; or -1."""
@@ -224,7 +224,7 @@ def _at_a_store(options: LaunchOptions, plan: LaunchPlan, check: Callable[[], ob
 
 
 def _split(endpoint: str, default_port: int) -> tuple[str, int]:
-    has_port = endpoint.count(":") == 1 or "]:" in endpoint  # and not an address of IPv6 alone
+    has_port = endpoint.count(":") == 1 or "]:" in endpoint  # else it may be an address of IPv6
     host, _, port = endpoint.rpartition(":") if has_port else (endpoint, "", "")
     if port and not port.isdigit():
         raise ConfigError(f"rdzv_endpoint={endpoint!r} is not HOST:PORT", options=("rdzv_endpoint",))

@@ -186,7 +186,7 @@ class Machines:
             return False
         self._is_over = True
         cause = first_cause(incidents)
-        if cause.kind is not IncidentKind.INTERRUPTED:  # which the end tells
+        if cause.kind is not IncidentKind.INTERRUPTED:  # `close` tells the others of an interrupt
             self._reason = said_of(cause, self._request)
             self._wake.set()
         return True

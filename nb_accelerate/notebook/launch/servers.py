@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # Modules that every rank needs, imported once in the warm server.
 PRELOAD = ("torch", "torch.distributed", "cloudpickle", "tqdm.std", *PRELOADED, *LATER)
 
-# What ranks of a notebook need besides, for cells and displays. Elsewhere a rank imports it if it comes to that.
+# Modules that ranks of a notebook need besides, for cells and displays. Others import them when they need them.
 _PRELOAD_FOR_NOTEBOOKS = ("nb_accelerate.notebook.worker.cell",)
 
 # The function that a fresh interpreter runs to become a server.

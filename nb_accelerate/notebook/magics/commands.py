@@ -165,7 +165,7 @@ class Commands:
         rank = pool.failed_rank if options["rank"] is None else options["rank"]
         if rank is None:
             raise PoolError("no cell has failed on the ranks, so there is nothing to look into")
-        # Not a cell of the user's: no text of it is kept, and auto mode does not see it.
+        # It is no cell of the user's, so no text of it is kept, and auto mode does not see it.
         pool.run(read_cell("get_ipython().debugger(force=True)"), CellOptions(ranks=(rank,), progress="off"))
 
     def _reset(self, _: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ class CellHandle(Steerable):
             except BaseException as error:  # kept for the next call
                 self._outcome, self._traceback = error, error.__traceback__
         if isinstance(self._outcome, BaseException):
-            # As it was: each time it is raised, frames are added.
+            # With its first traceback, because each time that it is raised frames are added.
             raise BaseException.with_traceback(self._outcome, self._traceback)
         return self._outcome
 

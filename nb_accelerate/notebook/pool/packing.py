@@ -87,7 +87,7 @@ def _pack(delivery: Delivery, plan: CellPlan, limit: int | None, by_value: Seque
             )
     containers = {address: name for address, name in sync.containers(plan.variables).items() if name not in values}
     parts = {key: tokens for name, snapshot in snapshots.items() for key, tokens in snapshot.parts(name).items()}
-    # What was not looked at, in a large list, may have changed: rather a copy of it than what the ranks have.
+    # An object in a large list that was not looked at may have changed, so a copy is sent, and no reference.
     references = References(plan.object_ids, (sync.sent_tokens.keys() & parts.keys()) - whole, containers)
     try:
         packed = pack(

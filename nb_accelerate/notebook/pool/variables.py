@@ -71,7 +71,7 @@ class NotebookValue:
         return cls(_reference(variables.get(name, _ABSENT)), snapshot.tokens if snapshot is not None else None)
 
 
-# In the place of what the notebook had, when it has bound or deleted the name since.
+# Replaces what the notebook had, once it has bound or deleted the name later.
 _EARLIER: NotebookValue = NotebookValue(lambda: _EARLIER)
 
 

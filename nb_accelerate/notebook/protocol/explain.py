@@ -88,7 +88,7 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
         yield from _function_parts(value)
     elif isinstance(value, type):
         yield from ((f".{key}", part) for key, part in vars(value).items() if not key.startswith("__"))
-    # What a `__reduce__` of its own gives or refuses need not be its attributes.
+    # An object with a `__reduce__` of its own is left out: what that gives or refuses need not be its attributes.
     elif not isinstance(value, types.ModuleType) and type(value).__reduce__ in _TAKES_ATTRIBUTES:
         yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
 

@@ -26,7 +26,7 @@ class RandomStates:
 
     @classmethod
     def here(cls) -> RandomStates:
-        # By attribute, since another thread may be importing it.
+        # Torch may lack the attribute, because another thread is importing it.
         get_state = getattr(imported("torch"), "get_rng_state", None)
         return cls(
             python=random.getstate(),
@@ -58,7 +58,7 @@ class RandomStates:
 
 
 def _of_numpy() -> tuple[bytes, int, int, float] | int | None:
-    # By attribute, since another thread may be importing it. To import it here would cost time, and threads.
+    # NumPy may lack the attribute, because another thread is importing it. To import it here costs time and threads.
     numpy_random = getattr(imported("numpy"), "random", None)
     if numpy_random is None:
         return secrets.randbits(32)

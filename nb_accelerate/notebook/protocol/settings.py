@@ -552,7 +552,12 @@ def pack(values: Mapping[Key, Any]) -> dict[str, bytes]:
     for (module, name), value in values.items():
         is_filters = (module, name) == ("warnings", "filters")
         by_module.setdefault(module, {})[name] = tuple(map(_form_of, value)) if is_filters else value
-    return {module: _dumps(settings) for module, settings in by_module.items()}
+    packed = {}
+    for module, settings in by_module.items():
+        file = io.BytesIO()
+        _SettingsPickler(file, protocol=5).dump(settings)
+        packed[module] = file.getvalue()
+    return packed
 
 
 _values_at_start: dict[Key, Any] = {}  # what this rank was set to before it was sent settings
@@ -643,9 +648,3 @@ class _SettingsPickler(ValuePickler):
 
 def _original(module: str, path: str) -> Any:
     return _originals.get((module, path)) or operator.attrgetter(path)(importlib.import_module(module))
-
-
-def _dumps(value: object) -> bytes:
-    file = io.BytesIO()
-    _SettingsPickler(file, protocol=5).dump(value)
-    return file.getvalue()

@@ -52,7 +52,7 @@ _SMALL_BUFFER = 1 << 10  # bytes of a buffer that is copied into the pickle, at 
 _ALIGNMENT = 64  # bytes to which buffers in a segment are aligned, as torch aligns its own CPU storages
 
 
-# For advice about values that ranks send to the notebook.
+# What errors about values that ranks send to the notebook advise.
 RETURNABLE = "what can be pickled: numbers, text, arrays, tensors, a model's state_dict()"
 
 
@@ -336,7 +336,7 @@ class ValuePickler(MainPickler):
         """Reduce what torch or this package pickles otherwise; see `MainPickler`."""
         torch = imported("torch")
         if self.refuses_graphs and is_of_torch(obj, "nn.Module") and obj._forward_pre_hooks:  # noqa: SLF001
-            # Of `weight_norm` and `prune`, say, which compute a weight before each call.
+            # Such hooks compute a weight before each call: those of `weight_norm` and `prune`, say.
             self._computed_anew.update(map(id, vars(obj).values()))
         has_graph = self.refuses_graphs and is_of_torch(obj, "Tensor") and obj.requires_grad and not obj.is_leaf
         if has_graph and id(obj) not in self._computed_anew:
@@ -402,7 +402,7 @@ class _ReferringUnpickler(pickle.Unpickler):
     persistent_load: Callable[[int | str], Any]
 
 
-# Of gradients, which torch leaves out of the pickle of a parameter.
+# Hooks of gradients, which torch leaves out of the pickle of a parameter.
 _HOOKS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",

@@ -143,7 +143,7 @@ class RankLoop(RankReader):
         on_rank_end: Callable[[RankProxy], object] = lambda _: None,
     ) -> None:
         super().__init__()
-        self._sources = Sources(lambda: self.posted.run())  # noqa: PLW0108 - which it has not yet
+        self._sources = Sources(lambda: self.posted.run())  # noqa: PLW0108 - `posted` is made below
         self.ranks: dict[int, RankProxy] = {}
         self.requests: list[Request] = []
         self.failure: BaseException | None = None
@@ -275,7 +275,7 @@ class RankLoop(RankReader):
             for rank in list(self.ranks.values()):
                 kill(rank)
         finally:
-            # Else who waits for a request, or for an action, would wait for ever.
+            # Threads that wait for a request, or for an action, would wait for ever otherwise.
             for request in self.requests:
                 request.fail(self.why_it_ended)
             self.posted.end()

@@ -148,7 +148,7 @@ class Incoming(RankEvents):
             self._reader.output.display(self._rank.rank, display)
 
     def _lose(self, why: str, error: Exception) -> None:
-        if self._rank.why_lost:  # and told
+        if self._rank.why_lost:  # it was told already
             return
         # Told at once, and not when the process has gone: what waits for its answer fails now, with the cause.
         self._rank.why_lost, self._rank.lost_by = why, error

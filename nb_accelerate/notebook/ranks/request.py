@@ -244,7 +244,7 @@ class Request:
         """End it early for the user, who has `how` it. A second time, go to the current step's `on_interrupt`."""
         again = self.was_interrupted
         self.input_requests.close()
-        # Not by `_add`, which would take the first step: what the user asks for has a step of its own.
+        # `_add` would take the first step, but what the user asks for has a step of its own.
         self.incidents.append(Incident(kind=IncidentKind.INTERRUPTED, when=time.monotonic(), how=how))
         step = self.step
         if step is not None and step.on_interrupt is not None and (again or self.awaits is Awaits.END):
@@ -331,7 +331,7 @@ class Request:
 
     def _is_saving(self, now: float) -> bool:
         """Return whether to wait for ranks that write a checkpoint, and tell the user of it once."""
-        # Not after a timeout, not if the user interrupted again, and for at most `Step.save` seconds.
+        # There is no wait after a timeout or a second interrupt, and none longer than `Step.save` seconds.
         assert self.step is not None
         if now >= self._ending_since + self.step.save:
             return False

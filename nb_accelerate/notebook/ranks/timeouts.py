@@ -11,7 +11,7 @@ NEVER = float("inf")  # a deadline, or a number of seconds, that never comes
 class Timeouts:
     """Timeouts in seconds. The steps they are for are in `notebook.ranks.steps`."""
 
-    # Without progress of ranks that start, until they are given up; see `notebook.ranks.start_watch`.
+    # Seconds without progress until ranks that start are given up; see `notebook.ranks.start_watch`.
     start: float = 120.0
     # From a failure until ranks are interrupted. In it they write their stacks, and failures of other ranks that arrive
     # are compared: the earliest is the cause.

@@ -33,7 +33,7 @@ def wait(event: threading.Event, timeout: float | None = None) -> bool:
     """Wait for an event as its own method does, and let the buttons of panels be pressed meanwhile."""
     until = math.inf if timeout is None else time.monotonic() + timeout
     while True:
-        # In pieces: with ipykernel 6 only this thread may read the shell channel, where buttons of panels arrive.
+        # Waits in pieces: with ipykernel 6 only this thread may read the shell channel, where clicks arrive.
         seconds = min(read_shell_channel(), until - time.monotonic())
         if event.wait(None if seconds == math.inf else max(0.0, seconds)):
             return True
@@ -92,13 +92,13 @@ class Interrupts:
             return
         signal.signal(signal.SIGINT, self._previous)
         if self._came and not isinstance(error, KeyboardInterrupt):
-            # For the handler that is set again: as if it had come only now.
+            # The handler that is set again gets it, as if it had come only now.
             signal.raise_signal(signal.SIGINT)
 
     @contextlib.contextmanager
     def go_to(self, action: Callable[[], object]) -> Iterator[None]:
         """Call `action` when an interrupt comes inside the block, or at once if one has come before."""
-        # In this order: an interrupt that comes between the two lines calls it twice, and not never.
+        # Set before it is checked: an interrupt that comes in between calls the action twice, and not never.
         self._action = action
         try:
             if self._came:

@@ -70,7 +70,7 @@ class Link:
             self.sent = SentSegments(self._sender)
             self._sender.start()
 
-    # Before and beside the loop that reads it.
+    # Called before a loop reads the link, or in other threads than the loop's.
 
     def open(self, seconds: float, check: Callable[[], object] = lambda: None) -> None:
         """Wait until the host has said what its machine is.
@@ -272,7 +272,7 @@ class Link:
         self.sent.drop_unused()
         if self._silence.count_beat():
             why = "it is down, suspended or without network"
-            if not self.hello:  # but the line before its first frame has come
+            if not self.hello:  # only the line before its first frame has come
                 why = "the command buffers output until a line ends, as srun does without -u"
             self._ring(f"nothing was heard of it for {sender.SILENCE_LIMIT:g} s: {why}")
         return self._parser.is_open
@@ -280,7 +280,7 @@ class Link:
     def _cannot_send(self, _: str, error: BaseException) -> None:
         if not isinstance(error, OSError):
             logger.error("The thread that sends to machine %s has failed.", self.name, exc_info=error)
-        # What the machine has sent before it closed the stream says more.
+        # A closed stream is told where it is read, since what the machine has sent before it closed it says more.
         if not isinstance(error, BrokenPipeError):
             self._ring(f"nothing can be sent to it ({type(error).__name__}: {error})")
 
@@ -306,7 +306,7 @@ class Link:
         try:
             if not self.lost:
                 self.quit()
-                # What never was a host, a command that prints for ever say, is not waited for.
+                # A command that never was a host, and prints for ever say, is not waited for.
                 self._sender.close(drop=not self.hello)
                 if self.hello:
                     self._await_end()

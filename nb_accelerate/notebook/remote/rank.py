@@ -64,7 +64,7 @@ class RemoteRank(RankHandle):
         if link.lost:
             self.lose(f"machine {link.name} {link.lost}")
 
-    # What comes.
+    # Frames that come.
 
     def take(self, frame: Frame) -> None:
         """Take a frame; before `connect` it is kept."""
@@ -125,7 +125,7 @@ class RemoteRank(RankHandle):
         if self._events is not None:
             self._events.ended()
 
-    # What it is told.
+    # Called by the loop.
 
     @override
     def note_pid(self, pid: int) -> None:

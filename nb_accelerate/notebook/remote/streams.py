@@ -94,7 +94,7 @@ class CommandStream(Stream):
         with contextlib.suppress(subprocess.TimeoutExpired):  # its stdout may end before it does
             self._process.wait(_PATIENCE)
         size = os.fstat(self._said.fileno()).st_size
-        # By position: the command shares the place where this file is written.
+        # Read by position, because the command shares the offset of this file, where it writes next.
         said = os.pread(self._said.fileno(), _MOST_SAID, max(0, size - _MOST_SAID))
         return self._explain(self._process.returncode, said.decode(errors="replace").strip())
 

@@ -61,7 +61,7 @@ class RankDebugger(Pdb):
     requests: InputRequests
 
     def __init__(self, **options: Any) -> None:
-        # Else it would keep SIGINT after `continue`, and an interrupt later on would open it and not end the cell.
+        # It must not keep SIGINT after `continue`: a later interrupt would open it again, and not end the cell.
         super().__init__(stdin=_Commands(self.requests), stdout=sys.stdout, nosigint=True, **options)
         self.use_rawinput = False
         self.prompt = ""  # it is shown with the question, at the place where the user types

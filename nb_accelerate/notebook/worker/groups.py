@@ -20,7 +20,7 @@ def collectives_of_groups() -> dict[str, int]:
     found = {}
     for group, name in world.pg_names.items():
         with contextlib.suppress(Exception):  # a backend that does not count
-            # Not the group itself: it asks one of its backends, and only if that is one of torch's own.
+            # The group itself would ask one of its backends, and only if that is one of torch's own.
             backends = {id(one): one for one in map(group._get_backend, group._device_types)}  # noqa: SLF001 - no public way
             found[name] = sum(one._get_sequence_number_for_group() for one in backends.values())  # noqa: SLF001 - as above
     return found

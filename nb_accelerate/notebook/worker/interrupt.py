@@ -101,7 +101,7 @@ class InterruptGate:
         return self._interrupted == self._current != 0
 
     def _raise(self) -> None:
-        # Once for each time it was asked for.
+        # Raised once for each time that an interrupt was asked for.
         self._interrupted, self._raised = 0, self._current
         raise KeyboardInterrupt
 

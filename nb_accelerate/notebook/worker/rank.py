@@ -80,7 +80,7 @@ def run_rank(
         broken: why this process cannot work (a preloaded module failed to import, say); told to the kernel.
         own_path: `sys.path` for imports of this package; by default the current one, before the kernel's is set.
     """
-    # Before any output and any signal: what was inherited belongs to the process that forked this one.
+    # Done before any output and any signal: inherited streams belong to the process that forked this one.
     replace_streams(ends.stdout, ends.stderr, mark)
     if sys.version_info < (3, 11):
         os.register_at_fork(before=functools.partial(time.sleep, _FORK_PAUSE))
@@ -88,7 +88,7 @@ def run_rank(
     gate = InterruptGate(page)
     channel = Channel.from_fd(ends.control)
     tell_failures(functools.partial(_tell_failure, channel, os.getpid()))
-    # Before the first wait: nothing else would end a rank whose server was killed meanwhile.
+    # Done before the first wait: nothing else would end a rank whose server was killed meanwhile.
     die_with_parent(parent)
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined] # noqa: SLF001
     faulthandler.register(DUMP_SIGNAL, file=ends.stacks, all_threads=False)
@@ -126,7 +126,7 @@ def run_rank(
                 if not is_usable:  # the kernel sent it before it read the Failure
                     continue
                 load = functools.partial(_load, message, fds, inherited)
-                # In a rank that runs cells, displays are those of its shell.
+                # A rank that runs cells shows displays by its shell.
                 shows = setup.shows_displays and persistent is None
                 with _displays(channel, mark, own_path) if shows else contextlib.nullcontext():
                     answered, packed = answer(load, gate, fds)
@@ -134,7 +134,7 @@ def run_rank(
                 _send(channel, answered, packed)
                 continue
             if persistent is None:
-                # Only now: IPython is nothing that a launched function needs.
+                # Imported for the first cell, because a launched function does not need IPython.
                 with imports_from(own_path):
                     from nb_accelerate.notebook.worker.cell import PersistentRank
 

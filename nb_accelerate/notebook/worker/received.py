@@ -53,7 +53,7 @@ class Received(ObjectIds):
         for key, value in changed.items():
             renew(value, sent.states[key])
         for key, change in sent.edits.items():
-            # What else this rank has changed in it, it has changed still.
+            # An edit leaves alone what else this rank has changed in the object.
             edit(self._find(key, names), change)
             self._tokens[key] = change.apply(self._tokens[key])
         for name in sent.deleted:
@@ -101,7 +101,7 @@ class Received(ObjectIds):
 
     def pop_gone(self) -> tuple[int, ...]:
         """Return the ids of objects that are gone. Each is returned once."""
-        # Not the id of a parameter that its module has replaced: what refers to it must not get a copy.
+        # The id of a parameter that its module has replaced is kept: what refers to it must not get a copy.
         kept = [
             object_id
             for object_id in self._gone

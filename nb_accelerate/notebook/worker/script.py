@@ -62,7 +62,7 @@ def run_program(command: Sequence[str]) -> None:
 
 def _run_as_main(code: CodeType, path: str, arguments: Sequence[str], **names: object) -> None:
     sys.argv[:] = [path, *arguments]
-    # Not in a namespace of its own: what the script defines is to be found in `__main__` by pickle, until the end.
+    # It has no namespace of its own, because pickle looks in `__main__` for what the script defines, until the end.
     main = main_globals()
     main.update({"__name__": "__main__", "__package__": None, "__cached__": None, **names})
     exec(code, main)  # noqa: S102 - the script that the user asked for

@@ -279,7 +279,7 @@ class RankShell(InteractiveShell):
 
     @override
     def showtraceback(self, *args: Any, **options: Any) -> None:
-        # What ends a cell is raised in the notebook. What a magic such as %run caught is shown by it, here.
+        # An error that ends a cell is raised in the notebook; one that a magic such as %run caught is shown here.
         if options.get("running_compiled_code") or options.get("exception_only"):
             sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
             if sys.version_info >= (3, 12):

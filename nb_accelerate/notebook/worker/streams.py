@@ -36,7 +36,7 @@ class _Frames(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        # For subprocess.run(stderr=sys.stderr) and faulthandler: descriptor 2 is a pipe to the kernel too.
+        # subprocess.run(stderr=sys.stderr) and faulthandler write to it: descriptor 2 is a pipe to the kernel too.
         return self._fd
 
     def write(self, data: Buffer, /) -> int:
@@ -76,7 +76,7 @@ class _RankStream(io.TextIOWrapper):
 
     def write(self, text: str, /) -> int:
         if not isinstance(text, str):
-            return super().write(text)  # which says that it cannot be
+            return super().write(text)  # it raises the TypeError
         data = text.encode(_ENCODING, _ERRORS)
         with self._lock:
             while data:

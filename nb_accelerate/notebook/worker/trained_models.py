@@ -89,7 +89,7 @@ class TrainedModels:
         if not (self._trained or self._has_gradients):
             return {}
         module, tensor = imported("torch.nn").Module, imported("torch").Tensor
-        # Not isinstance(), which believes what a value says.
+        # isinstance() would believe what a value says of its class.
         models = {name: value for name, value in names if issubclass(type(value), (module, tensor))}
         return {name: value for name, value in models.items() if self._has_trained(value)}
 
@@ -109,7 +109,7 @@ class TrainedModels:
         leaves = list(_leaves(value))
         if any(issubclass(type(leaf), imported("torch.nn").Module) for leaf in leaves):
             return []
-        # By shape: what comes from an accelerator device, or from shards, is a copy.
+        # Shapes are compared, because what comes from an accelerator device, or from shards, is a copy.
         shapes = {tuple(leaf.shape) for leaf in leaves if issubclass(type(leaf), imported("torch").Tensor)}  # type: ignore[attr-defined]
         return [name for name, value in trained.values() if not {tuple(p.shape) for p in _parameters(value)} <= shapes]
 

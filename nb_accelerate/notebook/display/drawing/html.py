@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _HINTS = {"gpu": "part of the time in which the GPU computed, a moment ago"}
 _EMPTY_TRACK = '<div class="nba-track"></div>'
-# Where JupyterLab knows that the kernel has ended, the style sheet says so in the place of the second sentence.
+# If JupyterLab knows that the kernel has ended, the style sheet says so in place of the second sentence.
 _GONE = (
     "No news since {at}.<span> If the kernel runs, call nb_accelerate.attach() in a cell; if not, run this cell again."
     "</span>"

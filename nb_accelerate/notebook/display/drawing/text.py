@@ -43,7 +43,7 @@ def line(view: View) -> str:
     row = min(well, key=lambda row: row.share or 0.0, default=None)  # the slowest one stands for all
     if row is not None and row.step:
         share = "" if row.share is None else f" ({100 * row.share:.0f} %)"
-        # With the number of epochs, the step counts over the whole run.
+        # Where the number of epochs is known, steps are counted over the whole run.
         epoch = f"{',' if 'of' in row.epoch else ' of'} epoch {row.epoch}" if row.epoch else ""
         parts.append(f"step {row.step.replace(' ', '')}{share}{epoch}")
         parts += [f"{row.rate} it/s"] if row.rate not in ("", "-") else []
@@ -107,7 +107,7 @@ def _table(rows: Sequence[Row], width: int, *, color: bool, bars: bool) -> list[
     def is_too_wide() -> bool:
         return sum(number + 2 for number in widths.values()) + said > width
 
-    # Of what does not fit, the bar becomes shorter, then columns go, and the bar is the last.
+    # If the row is too wide, the bar becomes shorter, then columns go, and the bar last.
     if "bar" in widths and is_too_wide():
         widths["bar"] = _SHORT_BAR
     for name in (*_LEFT_OUT, "bar"):

@@ -209,14 +209,14 @@ class _Channel:
             try:
                 self._take()
                 self._stream.flush()  # until nothing is left: the descriptor tells of what comes, not of what is there
-            except Exception as error:  # buttons are no reason to end what waits for ranks
+            except Exception as error:  # a failing button must not end the wait for ranks
                 logger.warning("Buttons are answered after the cell (%s: %s).", type(error).__name__, error)
                 self._read_at = math.inf
                 return math.inf
         self._read_at = time.monotonic()
         return _READ_EVERY
 
-    # In the thread that reads the channel.
+    # Called in the thread that reads the channel.
 
     def _take(self) -> None:
         if not self._is_taken:

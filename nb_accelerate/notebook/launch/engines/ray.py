@@ -179,7 +179,7 @@ class _Driver:
 
     def __init__(self, options: EngineOptions, num_ranks: int | None) -> None:
         address = options.address or os.environ.get("RAY_ADDRESS", "")
-        # Where Ray puts it too: with a longer path than this its sockets have too long a name.
+        # Ray puts its folder there too: below a longer path the names of its sockets would be too long.
         self._folder = "" if address else tempfile.mkdtemp(prefix="nb-ray-", dir="/tmp")
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
@@ -230,7 +230,7 @@ class _Driver:
             self._thread.join()
         self._process.stdout.close()
         self._stderr.close()
-        if self._folder:  # which it has removed, unless it was killed
+        if self._folder:  # the process has removed it, unless it was killed
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _tell(self, **values: Any) -> None:

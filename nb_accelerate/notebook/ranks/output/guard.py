@@ -41,7 +41,8 @@ class OutputGuard:
         logger.info("Output of ranks could not be shown.", exc_info=error)
         if not self._has_told:
             self._has_told = True
-            self._tell(_line(error))
+            text = short_text(error)
+            self._tell(f"some output is missing here because it could not be shown ({text}). The ranks go on")
         return True
 
     def _tell(self, line: str) -> None:
@@ -57,15 +58,11 @@ class OutputGuard:
                 logger.warning(line)
 
 
-def _line(error: Exception) -> str:
-    return f"some output is missing here because it could not be shown ({short_text(error)}). The ranks go on"
-
-
 def short_text(error: Exception) -> str:
     """Return the type of an error and the beginning of its text, in ASCII, which any terminal can show."""
     try:
-        said = " ".join(str(error).split())[:_MAX_TEXT]
+        text = " ".join(str(error).split())[:_MAX_TEXT]
     except Exception:  # its __str__ fails too
-        said = ""
-    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return text.encode("ascii", "backslashreplace").decode()
+        text = ""
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line.encode("ascii", "backslashreplace").decode()

@@ -25,7 +25,7 @@ _TAIL_LINES = 20  # lines that an error shows
 _MAX_UNFINISHED = 1 << 20  # characters without a newline that are held back; more are passed on as a line
 
 
-# What gloo of PyTorch 2.8 to 2.10 prints to standard output, in C++ and past every log level, for each group.
+# Gloo of PyTorch 2.8 to 2.10 prints this to standard output for each group, in C++ and past every log level.
 _OF_GLOO = re.compile(
     r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\n"
 )

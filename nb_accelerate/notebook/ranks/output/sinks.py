@@ -229,7 +229,7 @@ class CellSink(Sink):
         }
         from ipykernel.zmqshell import ZMQDisplayPublisher
 
-        # What captures the displays of the cell that runs, if something does.
+        # The object that captures the displays of the cell that runs, if there is one.
         publisher = getattr(getattr(kernel, "shell", None), "display_pub", None)
         self._publisher: Any = None if isinstance(publisher, ZMQDisplayPublisher) else publisher
         self._pending: list[tuple[StreamName, str]] = []
@@ -311,7 +311,7 @@ class CellSink(Sink):
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         self._begin()
-        # Not through sys.stdout: that goes to the cell that runs now. The socket may be used from any thread.
+        # sys.stdout would go to the cell that runs now. The socket may be used from any thread.
         send, socket = self.kernel.session.send, self.kernel.iopub_socket
         try:
             send(socket, kind, _sendable(content), parent=self._parent)

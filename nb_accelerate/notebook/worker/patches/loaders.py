@@ -19,7 +19,7 @@ class _ByValuePickler(MainPickler):
 
     def __init__(self, file: IO[bytes], protocol: int | None = None) -> None:
         registered = multiprocessing.reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined] # noqa: SLF001
-        # Before the C code's constructor, which looks it up once.
+        # Set before the C code's constructor looks it up, which it does once.
         self.dispatch_table = ChainMap(registered, CODE_REDUCERS)
         super().__init__(file, globals_there=Globals.OF_RECEIVER_AND_SENT, protocol=protocol)
 

@@ -30,7 +30,7 @@ def save_whole_files() -> None:
     torch, serialization = imported("torch"), imported("torch.serialization")
     if serialization is None or torch is None or hasattr(torch.save, "__wrapped__"):
         return
-    # In both modules, or it could not be pickled by its name.
+    # Set in both modules: otherwise it could not be pickled by its name.
     torch.save = serialization.save = _whole(torch.save)
 
 
@@ -44,7 +44,7 @@ def _whole(save: Callable[..., None]) -> Callable[..., None]:
             save(obj, f, *args, **kwargs)
             return
         try:
-            # Of the same name, since it is in the file.
+            # It has the same file name, because torch writes that into the file.
             beside = os.path.join(folder, os.path.basename(path))  # noqa: PTH118, PTH119 - text, as it was given
             save(obj, beside, *args, **kwargs)
             if os.path.exists(path):  # noqa: PTH110 - as above

@@ -106,7 +106,7 @@ def serve_forked(
         owner.own(pid, rank.key, os.dup(rank.fds[0]))
     for fd in {fd for rank in ranks for fd in rank.fds}:
         os.close(fd)
-    # Only now: the server ignores SIGINT, and a rank that is forked has its own handler before it unblocks it.
+    # SIGINT is unblocked after the forks: the server ignores it, and each rank has set its own handler first.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     owner.run()
 
@@ -121,7 +121,7 @@ def _forget_kernel() -> None:
     asyncio._set_running_loop(None)  # noqa: SLF001 - what asyncio offers for a forked child
     with contextlib.suppress(Exception):
         asyncio.set_event_loop(None)
-    # What `multiprocessing.Process` does in a child: the parent's children and finalizers are not ours.
+    # `multiprocessing.Process` does this in a child too: the parent's children and finalizers are not ours.
     multiprocessing = imported("multiprocessing.process")
     if multiprocessing is not None:
         multiprocessing._children.clear()  # noqa: SLF001 - see above

@@ -121,7 +121,7 @@ def _prctl(option: int, value: int | bytes) -> bool:
 
 
 def _watch_parent(parent: int, is_left: threading.Event) -> None:
-    # Without a parent-death signal a change of parent is all there is to see.
+    # Where there is no parent-death signal, only a change of the parent's id shows that it has ended.
     while not is_left.wait(_WATCH_INTERVAL):
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)

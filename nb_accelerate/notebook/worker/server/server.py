@@ -130,7 +130,7 @@ class Server:
             self._own_fds.append(parent)
             self._selector.register(parent, selectors.EVENT_READ, "parent")
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # a thread of the kernel's may have blocked it
-        self._reap()  # who ended before there was a handler
+        self._reap()  # ranks that ended before there was a handler
         # Where the system has no descriptors of processes, this alone tells that the kernel has gone.
         while os.getppid() == self._parent:
             pause = self._pause()
