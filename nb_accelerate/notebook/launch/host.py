@@ -220,7 +220,11 @@ class Host:
         except _QuitError:
             pass
         finally:
-            self._close()
+            for rank in [*self._ranks.values()]:
+                rank.handle.kill()
+            for server in self._servers.values():
+                server.close()
+            self.sender.close(drop=True)
 
     def _forget(self, key: int) -> None:
         if rank := self._ranks.pop(key, None):
@@ -234,14 +238,7 @@ class Host:
         if poll.poll(10):
             self._read()
 
-    def _close(self) -> None:
-        for rank in [*self._ranks.values()]:
-            rank.handle.kill()
-        for server in self._servers.values():
-            server.close()
-        self.sender.close(drop=True)
-
-    # What the kernel says.
+    # Frames of the kernel.
 
     def _read(self) -> None:
         try:
@@ -273,17 +270,14 @@ class Host:
             raise _QuitError
 
     def _tell(self, rank: HostedRank, frame: Frame) -> None:
-        if frame.kind == Kind.MESSAGE:
-            self._pass_on(rank.handle, frame.body)
-        else:
+        if frame.kind != Kind.MESSAGE:
             rank.take(frame)
-
-    def _pass_on(self, handle: LocalRank, body: bytes) -> None:
-        numbers, pickled = unpack_message(body)
+            return
+        numbers, pickled = unpack_message(frame.body)
         with contextlib.ExitStack() as opened:
             fds = [self._descriptor(number, opened) for number in numbers]
             with contextlib.suppress(OSError):  # it has ended, which its status tells
-                handle.channel.send_pickled(pickled, fds)
+                rank.handle.channel.send_pickled(pickled, fds)
 
     def _descriptor(self, number: int, opened: contextlib.ExitStack) -> int:
         if number != LISTENER:

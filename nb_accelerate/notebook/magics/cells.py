@@ -150,7 +150,7 @@ class Cells:
             )
         replaced = offer(pool, options.ranks)
         if replaced:
-            _show(replaced)
+            say(replaced)
         self._bring_up_to_date(pool)
         variables = self._shell.user_ns
         request = pool.begin(
@@ -221,7 +221,7 @@ class Cells:
                 publish({"text/plain": pool.brief}, transient=transient, update=True)
                 return transient["display_id"]
             pool.start(options)
-            _show(pool.brief)
+            say(pool.brief)
             return ""
         for name, value in asked_options.items():
             running = pool.world_size if name == "num_processes" else _of_running(pool, name)
@@ -244,7 +244,8 @@ def _of_running(pool: Pool, name: str) -> object:
     return ",".join(value) if name == "hosts" else value
 
 
-def _show(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line under the cell."""
     print(text)  # noqa: T201 - it was asked for
 
 

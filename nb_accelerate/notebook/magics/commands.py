@@ -12,7 +12,7 @@ from nb_accelerate.base.words import size
 from nb_accelerate.errors import ConfigError, PoolError
 from nb_accelerate.notebook.magics import args
 from nb_accelerate.notebook.magics.args import ENGINE, POOL, RANKS, SHOW, LineParser
-from nb_accelerate.notebook.magics.cells import plain_errors, replace
+from nb_accelerate.notebook.magics.cells import plain_errors, replace, say
 
 if TYPE_CHECKING:
     import argparse
@@ -89,7 +89,7 @@ class Commands:
         with plain_errors():
             name, _, arguments = line.strip().partition(" ")
             if name in ("", "help", "-h", "--help"):
-                _say(HELP_TEXT)
+                say(HELP_TEXT)
                 return
             command = COMMANDS.get(name)
             if command is None:
@@ -108,14 +108,14 @@ class Commands:
 
         defaults = {name: value for name, value in self._defaults.items() if name in args.names_of(POOL)}
         self._pool.start(PoolOptions(**{**defaults, **options}))
-        _say(self._pool.brief)
+        say(self._pool.brief)
 
     def _status(self, _: dict[str, Any]) -> None:
         if not self._pool.has_ranks:
-            _say("no ranks are running")
+            say("no ranks are running")
             return
-        _say(f"{self._pool.describe()}: {self._pool.state.value}")
-        _say(status_table(self._pool.status(), self._pool.where()))
+        say(f"{self._pool.describe()}: {self._pool.state.value}")
+        say(status_table(self._pool.status(), self._pool.where()))
 
     def _push(self, options: dict[str, Any]) -> None:
         missing = [name for name in options["names"] if name not in self._shell.user_ns]
@@ -125,7 +125,7 @@ class Commands:
         values = {name: self._shell.user_ns[name] for name in options["names"]}
         ranks = options.get("ranks")
         self._pool.push(values, ranks, large=bool(options.get("large")))
-        _say(f"{', '.join(values)}: sent to {_whom(ranks)}")
+        say(f"{', '.join(values)}: sent to {_whom(ranks)}")
 
     def _pull(self, options: dict[str, Any]) -> None:
         from nb_accelerate.notebook.worker.received import share
@@ -146,16 +146,16 @@ class Commands:
         is_shared = is_one and not differing and "ranks" not in options and not pool.lost
         pool.variables.note_pulled(values, functools.partial(pool.call, share) if is_shared else None)
         differ = f"; the other ranks' are different: %distributed pull {' '.join(differing)} --all" if differing else ""
-        _say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
+        say(f"{', '.join(names)}: from {_whom(ranks)}{differ}")
 
     def _interrupt(self, _: dict[str, Any]) -> None:
         pool = self._pool
         was_busy = pool.has_ranks and not pool.accepts_cells
         pool.interrupt()
-        _say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
+        say("the cell on the ranks is interrupted" if was_busy else "no cell runs on the ranks")
 
     def _restart(self, options: dict[str, Any]) -> None:
-        _say(replace(self._pool, options["rank"]))
+        say(replace(self._pool, options["rank"]))
 
     def _debug(self, options: dict[str, Any]) -> None:
         from nb_accelerate.notebook.pool.options import CellOptions
@@ -170,33 +170,29 @@ class Commands:
 
     def _reset(self, _: dict[str, Any]) -> None:
         self._pool.reset()
-        _say("the ranks have no variables of yours any more")
+        say("the ranks have no variables of yours any more")
 
     def _stop(self, _: dict[str, Any]) -> None:
         was_running = self._pool.has_ranks
         self._pool.stop()
         self._pool.pending = None
-        _say("the ranks have ended" if was_running else "no ranks are running")
+        say("the ranks have ended" if was_running else "no ranks are running")
 
     def _switch_auto(self, options: dict[str, Any]) -> None:
         self._auto.is_on = options["how"] == "on"
-        _say("cells run on the ranks; %%local keeps one here" if self._auto.is_on else "cells run in the notebook")
+        say("cells run on the ranks; %%local keeps one here" if self._auto.is_on else "cells run in the notebook")
 
     def _config(self, options: dict[str, Any]) -> None:
         self._defaults.update(options)
         for group in (POOL, ENGINE, SHOW):
             for option in args.written(group, self._defaults):
-                _say(option)
+                say(option)
         if not self._defaults:
-            _say("nothing is set: cells and ranks start with what --help says")
+            say("nothing is set: cells and ranks start with what --help says")
 
 
 def _whom(ranks: Sequence[int] | None) -> str:
     return "all ranks" if ranks is None else named(ranks)
-
-
-def _say(text: str) -> None:
-    print(text)  # noqa: T201 - it was asked for
 
 
 def status_table(ranks: Sequence[RankStatus], positions: Mapping[int, str]) -> str:

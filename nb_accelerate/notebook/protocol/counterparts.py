@@ -134,13 +134,9 @@ def _executor(executor: Any) -> Any:
 
 
 def _shell(_: Any) -> Any:
-    return _own_shell, ()
-
-
-def _own_shell() -> Any:
     from IPython.core.getipython import get_ipython
 
-    return get_ipython()
+    return get_ipython, ()
 
 
 def _bar(bar: Any) -> Any:

@@ -166,28 +166,25 @@ class Listener:
 
     async def _prove(self, connection: socket.socket) -> bool:
         """Return whether a connection is of a host that has not come before."""
-        try:
-            return await self._hear(connection)
-        except (OSError, EOFError):
-            return False
-
-    async def _hear(self, connection: socket.socket) -> bool:
         connection.setblocking(False)
         nonce, claim = secrets.token_bytes(NONCE_SIZE), b""
-        await self._loop.sock_sendall(connection, nonce)
-        while len(claim) < CLAIM.size:
-            received = await self._loop.sock_recv(connection, CLAIM.size - len(claim))
-            if not received:
-                raise EOFError
-            claim += received
-        machine, hosts_nonce, proof = CLAIM.unpack(claim)
-        proofs = _Proofs(self.secret, nonce, hosts_nonce, machine)
-        is_awaited = machine < len(self.connections) and not self.connections[machine].done()
-        if not proofs.proves(_HOST_PROOF, proof) or not is_awaited:
+        try:
+            await self._loop.sock_sendall(connection, nonce)
+            while len(claim) < CLAIM.size:
+                received = await self._loop.sock_recv(connection, CLAIM.size - len(claim))
+                if not received:
+                    return False
+                claim += received
+            machine, hosts_nonce, proof = CLAIM.unpack(claim)
+            proofs = _Proofs(self.secret, nonce, hosts_nonce, machine)
+            is_awaited = machine < len(self.connections) and not self.connections[machine].done()
+            if not proofs.proves(_HOST_PROOF, proof) or not is_awaited:
+                return False
+            # Nothing is awaited between this check and the result, or two connections of one host might pass it.
+            connection.send(proofs.checksum(_KERNEL_PROOF))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
             return False
-        # No wait between the question and the answer: of two connections of one host the second one finds the first.
-        connection.send(proofs.checksum(_KERNEL_PROOF))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connections[machine].set_result(Connection(connection, proofs.seal(is_host=False)))
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 from dataclasses import dataclass
@@ -13,15 +14,12 @@ from nb_accelerate.errors.out_of_memory import bytes_wanted, says_out_of_memory
 from nb_accelerate.notebook.display.memory import shortage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from nb_accelerate.notebook.protocol.messages import Failure, Result
+    from nb_accelerate.notebook.protocol.messages import ErrorReport, Failure, Result
     from nb_accelerate.notebook.ranks.proxy import RankProxy
 
     Answer = tuple[Result | Failure, tuple[int, ...]]  # what a rank has answered, and the descriptors that came with it
-    from collections.abc import Sequence
-
-    from nb_accelerate.notebook.protocol.messages import ErrorReport
 
 INTERRUPTED, STOPPED = "interrupted", "stopped"  # See ``how`` of `Incident`. Stopped: all ranks were to end at once.
 
@@ -92,15 +90,12 @@ _OOM_COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
 def oom_kills(counters: tuple[Path, ...] = _OOM_COUNTERS) -> int:
     """Return how many processes the out-of-memory killer has killed since the system, or the container, started."""
-    return sum(_count(path) for path in counters)
-
-
-def _count(path: Path) -> int:
-    try:
-        found = _OOM_KILLS.search(path.read_bytes())
-    except OSError:  # not Linux, or no such controller
-        return 0
-    return int(found[1]) if found else 0
+    num_kills = 0
+    for path in counters:
+        with contextlib.suppress(OSError):  # not Linux, or no such controller
+            line = _OOM_KILLS.search(path.read_bytes())
+            num_kills += int(line[1]) if line else 0
+    return num_kills
 
 
 def shortage_on(rank: RankProxy, ranks: Sequence[RankProxy], report: ErrorReport | None = None) -> str:
