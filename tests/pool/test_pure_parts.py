@@ -470,8 +470,8 @@ class TestCellsThatBreakTheGroup:
     def breaks(
         self, members: Any, *, ran: int = 2, fails: bool = False, cut: bool = False, backend: str = "nccl"
     ) -> bool:
-        taken = {StepKind.CUT} if cut else set()
-        request: Any = SimpleNamespace(ranks=[object()] * ran, incidents=["one"] * fails, steps_taken=taken)
+        steps_taken = {StepKind.CUT} if cut else set()
+        request: Any = SimpleNamespace(ranks=[object()] * ran, incidents=["one"] * fails, steps_taken=steps_taken)
         return breaks_group(request, members, backend)
 
     def test_after_a_failure_ranks_that_are_in_step_go_on(self):

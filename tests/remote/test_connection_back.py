@@ -24,7 +24,7 @@ def listener() -> Iterator[Listener]:
     one = Listener(HERE, num_machines=2)
     yield one
     one.close()
-    for machine in one.came:
+    for machine in one.connections:
         if machine.done():
             machine.result().socket.close()
 
@@ -60,14 +60,14 @@ def bodies_in(seal: KeyedSeal, *pieces: bytes) -> list[bytes]:
 
 def test_a_host_that_knows_the_secret_is_taken_and_frames_go_both_ways(listener: Listener) -> None:
     with host_of(listener, 1).socket as there:
-        taken = listener.came[1].result(timeout=10)
-        assert not listener.came[0].done()
+        taken = listener.connections[1].result(timeout=10)
+        assert not listener.connections[0].done()
         assert taken.socket.getpeername() == there.getsockname()
 
 
 def test_frames_of_both_sides_are_read_by_the_other(listener: Listener) -> None:
     with (there := host_of(listener, 0)).socket:
-        here = listener.came[0].result(timeout=10)
+        here = listener.connections[0].result(timeout=10)
         for sends, receives in ((here, there), (there, here)):
             [data] = all_bytes(sends.seal, b"x" * 1000)
             sends.socket.send(data)
@@ -95,9 +95,9 @@ def test_nobody_listens_after_closing_and_strangers_are_sent_away() -> None:
 def test_a_wrong_secret_is_refused_and_the_right_host_is_taken_after_it(listener: Listener) -> None:
     with pytest.raises(LinkError, match=r"machine 0: .*secret is"):
         host_of(listener, 0, secret=secrets.token_bytes(32))
-    assert not listener.came[0].done()
+    assert not listener.connections[0].done()
     with host_of(listener, 0).socket:
-        assert listener.came[0].result(timeout=10)
+        assert listener.connections[0].result(timeout=10)
     assert listener.num_refused == 1
 
 
@@ -111,8 +111,8 @@ def test_bytes_of_a_stranger_do_nothing_and_few_are_read(listener: Listener, sai
         stranger.sendall(said)
         assert hears_the_end(stranger)
     with host_of(listener, 0).socket:
-        assert listener.came[0].result(timeout=10)
-    assert not listener.came[1].done()
+        assert listener.connections[0].result(timeout=10)
+    assert not listener.connections[1].done()
 
 
 def test_a_stranger_is_not_read_beyond_a_claim(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_strangers_that_say_nothing_do_not_hold_up_a_host(listener: Listener) ->
         for stranger in silent:
             stack.enter_context(stranger)
         stack.enter_context(host_of(listener, 0).socket)
-        assert listener.came[0].result(timeout=10)
+        assert listener.connections[0].result(timeout=10)
         for oldest in silent[:11]:
             assert oldest.recv(32, socket.MSG_WAITALL) == b"" or hears_the_end(oldest)
         silent[-1].recv(32, socket.MSG_WAITALL)
@@ -160,7 +160,7 @@ def test_each_connection_has_a_new_nonce_and_a_recorded_claim_proves_nothing(lis
     with again:
         again.sendall(claim)
         assert hears_the_end(again)
-    assert not listener.came[1].done()
+    assert not listener.connections[1].done()
 
 
 def test_a_recorded_claim_of_a_host_that_was_not_taken_proves_nothing_later(listener: Listener) -> None:
@@ -172,21 +172,21 @@ def test_a_recorded_claim_of_a_host_that_was_not_taken_proves_nothing_later(list
     with stranger:
         stranger.sendall(claim)
         assert hears_the_end(stranger)
-    assert not listener.came[0].done()
+    assert not listener.connections[0].done()
 
 
 def test_who_is_between_cannot_make_a_host_another_machine(listener: Listener) -> None:
     recorder = _Recorder(listener.port, alters=lambda claim: b"\0\0\0\1" + claim[4:])
     with recorder, pytest.raises(LinkError, match="did not take"):
         connect(HERE, recorder.port, 0, listener.secret, seconds=10)
-    assert not any(machine.done() for machine in listener.came)
+    assert not any(machine.done() for machine in listener.connections)
 
 
 def test_a_host_that_answers_twice_is_refused_and_the_first_connection_stays(listener: Listener) -> None:
     with (first := host_of(listener, 0)).socket:
         with pytest.raises(LinkError, match="machine had come before"):
             host_of(listener, 0)
-        here = listener.came[0].result(timeout=10)
+        here = listener.connections[0].result(timeout=10)
         [data] = all_bytes(first.seal, b"still here")
         first.socket.send(data)
         assert bodies_in(here.seal, here.socket.recv(len(data), socket.MSG_WAITALL)) == [b"still here"]
@@ -261,7 +261,7 @@ def test_frames_of_an_earlier_connection_are_found() -> None:
     for _ in range(2):
         listener = Listener(HERE, num_machines=1)
         listener.secret = KEY
-        with (there := host_of(listener, 0)).socket, (here := listener.came[0].result(timeout=10)).socket:
+        with (there := host_of(listener, 0)).socket, (here := listener.connections[0].result(timeout=10)).socket:
             seals.append((there.seal, here.seal))
         listener.close()
     frames = all_bytes(seals[0][0], b"from yesterday")
