@@ -44,12 +44,7 @@ _BACKWARD = "/torch/autograd/graph.py"
 
 # Files whose innermost frame waits for others. A backward does, in C++ code: gradients are averaged in it; a forward of
 # a parallel model, for its buffers; and ours, where a collective runs on the device, for its result.
-_WAIT_IN = (
-    "/torch/distributed/",
-    _BACKWARD,
-    "/torch/nn/parallel/distributed.py",
-    "/nb_accelerate/training/comm/",
-)
+_WAIT_IN = ("/torch/distributed/", _BACKWARD, "/torch/nn/parallel/distributed.py", "/nb_accelerate/training/comm/")
 
 # Files whose innermost frame waits for ranks and for nothing else: the folder of the first also has remote calls,
 # launchers of processes and writers of checkpoints.

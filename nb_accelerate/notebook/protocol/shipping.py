@@ -403,10 +403,7 @@ class _ReferringUnpickler(pickle.Unpickler):
 
 
 # Hooks of gradients, which torch leaves out of the pickle of a parameter.
-_HOOKS = {
-    "_backward_hooks": "register_hook",
-    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-}
+_HOOKS = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
 
 
 def _register(parameter: Any, hooks: list[tuple[str, list[Any]]]) -> None:

@@ -111,8 +111,4 @@ def _why(rank: RankHistory) -> str:
     return f"{100 * share:.0f} % {_NAMES.get(phase, PHASES[phase])}"
 
 
-_NAMES = {
-    Phase.RUNNING: "between steps",
-    Phase.FORWARD: "in forward",
-    Phase.STEP: "in the optimizer's step",
-}
+_NAMES = {Phase.RUNNING: "between steps", Phase.FORWARD: "in forward", Phase.STEP: "in the optimizer's step"}
