@@ -87,3 +87,10 @@ def _train(lr: float) -> float:
 def test_what_is_no_list_of_arguments_is_refused_before_anything_runs(runs: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sweep(_train, runs)
+
+
+def test_its_calls_are_on_this_machine_whatever_engine_the_notebook_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NB_ACCELERATE_ENGINE", "command")
+    monkeypatch.setenv("NB_ACCELERATE_HOSTS", "a:8,b:4")
+    monkeypatch.setenv("NB_ACCELERATE_COMMAND_TEMPLATE", "false {host} {command}")
+    assert sweep(lambda number: number + 1, [{"number": 6}], 1) == [7]

@@ -17,6 +17,7 @@ from nb_accelerate.notebook.launch.engines.command import CommandEngine
 
 if TYPE_CHECKING:
     from fixtures.engines import Machines
+    from fixtures.kernels import Kernel
 
 
 def parents() -> tuple[int, int]:
@@ -79,6 +80,20 @@ def test_hosts_end_when_no_launch_has_come_for_long(machines: Machines, monkeypa
     psutil.wait_procs(machines.hosts(), timeout=20)
     assert machines.hosts() == []
     assert len(launched()) == 3
+
+
+@pytest.mark.slow
+def test_distributed_stop_ends_them(machines: Machines, kernel: Kernel) -> None:
+    kernel.run("%load_ext nb_accelerate\nfrom nb_accelerate import notebook_launcher").ok()
+    kernel.run("notebook_launcher(print, progress='off')").ok()
+    assert len(machines.hosts()) == 2
+    assert (
+        kernel.run("%distributed stop").ok().stdout
+        == "no ranks are running; the machines of the last launch are free\n"
+    )
+    psutil.wait_procs(machines.hosts(), timeout=20)
+    assert machines.hosts() == []
+    assert kernel.run("%distributed stop").ok().stdout == "no ranks are running\n"
 
 
 @pytest.mark.slow

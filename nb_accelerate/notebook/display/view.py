@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PanelStatus = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 Kind = Literal["", "late", "bad", "done"]
 
-# By Ctrl-C, the kernel's interrupt or a button of that name; and by ``Launch.stop`` or the button of that name.
+# By Ctrl-C, the kernel's interrupt or the button of that name; and by ``Launch.stop``.
 ENDED_BY_USER: tuple[PanelStatus, ...] = ("interrupted", "stopped")
 
 _MARKS: dict[PanelStatus, str] = {

@@ -151,11 +151,12 @@ def keep(hosts: Hosts) -> None:
         _idle_hosts = _IdleHosts(hosts)
 
 
-def close_hosts() -> None:
-    """End the hosts that are kept, if there are any."""
+def close_hosts() -> bool:
+    """End the hosts that are kept. Return False if there are none."""
     idle = _take()
     if idle is not None:
         idle.hosts.close()
+    return idle is not None
 
 
 def close() -> None:

@@ -143,7 +143,7 @@ class Launch(Steerable):
     def status(self) -> str:
         """Return what the panel says: ``"starting"``, ``"running"`` or how the launch ended.
 
-        That is ``"done"``, ``"failed"``, ``"interrupted"``, or ``"stopped"`` by `stop` or the button of that name.
+        That is ``"done"``, ``"failed"``, ``"interrupted"``, or ``"stopped"`` by `stop`.
         """
         if not self._done.is_set():
             return "running" if any(rank.state != "starting" for rank in self.ranks) else "starting"

@@ -77,6 +77,7 @@ def sweep(
                     devices=places[place],
                     block=False,
                     progress="off",
+                    engine="auto",  # on this machine, whatever the notebook's other launches use
                     env=env,
                     log_line_prefix_template=f"[{names[index]}] ".replace("$", "$$"),
                 )

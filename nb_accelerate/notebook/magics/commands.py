@@ -173,10 +173,14 @@ class Commands:
         say("the ranks have no variables of yours any more")
 
     def _stop(self, _: dict[str, Any]) -> None:
+        from nb_accelerate.notebook.launch.hosts import close_hosts  # loaded with the pool, and not to load this file
+
         was_running = self._pool.has_ranks
         self._pool.stop()
         self._pool.pending = None
-        say("the ranks have ended" if was_running else "no ranks are running")
+        had_hosts = close_hosts()  # of the last launch
+        hosts = "; the machines of the last launch are free" if had_hosts else ""
+        say(f"{'the ranks have ended' if was_running else 'no ranks are running'}{hosts}")
 
     def _switch_auto(self, options: dict[str, Any]) -> None:
         self._auto.is_on = options["how"] == "on"

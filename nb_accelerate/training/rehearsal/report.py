@@ -111,7 +111,7 @@ class Rehearsal:
 
     @property
     def ok(self) -> bool:
-        """Whether the ranks stay in step, and none fails, as far as the rehearsal came."""
+        """Whether the ranks stay in step, none fails, and each fits its device, as far as the rehearsal came."""
         return not any(finding.kind in _STOPS for finding in self.findings)
 
     @property
