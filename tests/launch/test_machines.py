@@ -206,6 +206,20 @@ def test_a_launch_that_only_waited_leaves_its_number_to_another(first: tuple[Mac
     assert not machines._store.check(["closed"])
 
 
+def test_a_round_in_which_all_have_met_is_not_left_out_though_another_machine_has_begun_the_next(
+    first: tuple[Machines, tuple[str, int]],
+) -> None:
+    machines, endpoint = first
+    store = machines._store
+    for key in ("0/0", "0/0/there"):  # as machine 0 does, which then begins again
+        store.set(key, "machine 0")
+    store.set("round", "1")
+    late = machines_here(endpoint, node_rank=1)
+    late._round, late._node_rank = 0, 1
+    store.set("0/1", "machine 1")
+    assert late._all_have_come()
+
+
 @pytest.mark.parametrize("node_rank", [0, 1])
 @pytest.mark.parametrize(("how", "status"), [("stop", "stopped"), ("interrupt", "interrupted")])
 def test_a_launch_that_waits_for_machines_is_ended_at_once(node_rank: int, how: str, status: str) -> None:

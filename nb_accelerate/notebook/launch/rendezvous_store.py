@@ -34,7 +34,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nb_accelerate.base.helper_threads import HelperThread
-from nb_accelerate.errors import ConfigError, MachineError, StartError
+from nb_accelerate.errors import ConfigError, LaunchError, MachineError, StartError
 from nb_accelerate.notebook.ranks.failing.errors import said_of
 from nb_accelerate.notebook.ranks.failing.incidents import IncidentKind, first_cause
 
@@ -276,6 +276,8 @@ class Machines:
         try:
             if errors:
                 raise errors[0]
+        except LaunchError:  # the first machine has answered
+            raise
         except (OSError, RuntimeError) as error:
             raise self._no_first_machine(error) from None
         finally:
@@ -352,13 +354,14 @@ class Machines:
                 self._store.set(marks[self._node_rank], "")
                 limit = min(limit, time.monotonic() + _GRACE)
             has_ended = self._store.check(["closed"])  # first: who sees all earlier may have run its ranks to their end
-            are_there = self._store.check(marks)
-            if int(self._store.get("round")) > self._round:
-                return False
-            if are_there:
+            # Before the next round: another machine may have met all in this one, and have begun again since. If this
+            # one went there at once, its number of attempts would stay behind that of the others.
+            if self._store.check(marks):
                 machines = enumerate(self._store.get(key).decode() for key in keys)
                 self._other_machines = {number: machine for number, machine in machines if number != self._node_rank}
                 return True
+            if int(self._store.get("round")) > self._round:
+                return False
             if has_ended:
                 raise StartError("the launch has ended on another machine: nobody can take part in it any more")
             if time.monotonic() > limit:
