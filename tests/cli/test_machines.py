@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -168,7 +169,8 @@ def pids_of(host: int) -> list[int]:
 
 def kill_machine(host: int, job: subprocess.Popen[str]) -> None:
     for pid in pids_of(host):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended with the one before
+            os.kill(pid, signal.SIGKILL)
     job.communicate()
 
 
