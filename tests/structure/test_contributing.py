@@ -216,16 +216,18 @@ def test_a_strategy_is_added_by_the_files_of_its_row(copy: Path):
     )
     _insert(select, "    fsdp: Fully", "    mirror: Any = None\n")
     _insert(
-        select, "    return EngineOptions", "    mirror = plugins.get('mirror_plugin') or (before and before.mirror)\n"
+        select,
+        "    return StrategyOptions",
+        "    mirror = plugins.get('mirror_plugin') or (before and before.mirror)\n",
     )
     chosen = select.read_text(encoding="utf-8").replace(
-        "EngineOptions(ddp=ddp, ", "EngineOptions(ddp=ddp, mirror=mirror, "
+        "StrategyOptions(ddp=ddp, ", "StrategyOptions(ddp=ddp, mirror=mirror, "
     )
     select.write_text(chosen, encoding="utf-8")
     _insert(
         select,
-        "    if engines.fsdp is not None",
-        "    if engines.mirror is not None:\n        return MirrorStrategy(process, collectives, engines.mirror)\n",
+        "    if options.fsdp is not None",
+        "    if options.mirror is not None:\n        return MirrorStrategy(process, collectives, options.mirror)\n",
     )
     accelerator = copy / "nb_accelerate" / "training" / "accelerator" / "accelerator.py"
     _insert(accelerator, "        fsdp_plugin: FullyShardedDataParallelPlugin", "        mirror_plugin: Any = None,\n")

@@ -42,7 +42,7 @@ from nb_accelerate.training.process.rng import resolve_rng_types
 from nb_accelerate.training.process.setup import setup_process
 from nb_accelerate.training.state.choices import Prepared, inherited, remember, shared_training
 from nb_accelerate.training.strategies import select_strategy
-from nb_accelerate.training.strategies.select import resolve_engines
+from nb_accelerate.training.strategies.select import resolve_strategy_options
 from nb_accelerate.training.tracking import resolve_recording
 
 if TYPE_CHECKING:
@@ -187,10 +187,13 @@ class Accelerator(
             "deepspeed_plugin": deepspeed_plugin,
             "deepspeed_plugins": deepspeed_plugins,
         }
-        engines = resolve_engines(
-            plugins, ddp=handlers.ddp, before=before.engines if before is not None else None, environment=environment
+        strategy_options = resolve_strategy_options(
+            plugins,
+            ddp=handlers.ddp,
+            before=before.strategy_options if before is not None else None,
+            environment=environment,
         )
-        accumulation = engines.adapt_accumulation(
+        accumulation = strategy_options.adapt_accumulation(
             accumulation,
             is_said=gradient_accumulation_steps is not None
             or environment.gradient_accumulation_steps is not None
@@ -207,9 +210,9 @@ class Accelerator(
 
         # All options are right: the process joins the others.
         process = setup_process(
-            cpu=cpu, options=handlers.process_group, environment=environment, needs_group=engines.needs_group
+            cpu=cpu, options=handlers.process_group, environment=environment, needs_group=strategy_options.needs_group
         )
-        strategy = select_strategy(process, engines)
+        strategy = select_strategy(process, strategy_options)
         for feature, is_used in (("sync_each_batch", accumulation.sync_each_batch), ("torch.compile", dynamo.is_on)):
             if is_used:
                 strategy.check_supports(feature)
@@ -250,7 +253,7 @@ class Accelerator(
             memory=memory,
             prepared=prepared,
             dynamo=dynamo,
-            engines=engines,
+            strategy_options=strategy_options,
         )
         remember(process, core.choices)
         core.page.note_choices(precision=precision.name, accumulation=core.accumulation.num_steps)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.process.rng import RNGType
     from nb_accelerate.training.state.choices import SharedTraining
     from nb_accelerate.training.strategies import Strategy
-    from nb_accelerate.training.strategies.select import EngineOptions
+    from nb_accelerate.training.strategies.select import StrategyOptions
 
 _FIELDS: dict[type[KwargsHandler], str] = {
     DistributedDataParallelKwargs: "ddp",
@@ -104,7 +104,7 @@ class Core:
     step_scheduler_with_optimizer: bool  # whether schedulers wait for optimizer steps
     scheduler_steps_per_process: bool  # whether they advance once for each process at a step
     dynamo: TorchDynamoPlugin
-    engines: EngineOptions  # options by which the strategy was chosen
+    strategy_options: StrategyOptions  # options by which the strategy was chosen
     recording: Recording = field(default_factory=Recording)
     registry: Registry = field(default_factory=Registry)
     page: ProgressPage
@@ -120,7 +120,7 @@ class Core:
             mixed_precision=self.precision.name,
             distributed_type=self.strategy.distributed_type,
             dynamo=self.dynamo,
-            engines=self.engines,
+            strategy_options=self.strategy_options,
             accumulation=self.accumulation,
             loops=self.loops,
         )

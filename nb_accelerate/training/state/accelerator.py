@@ -208,8 +208,10 @@ class AcceleratorState(ProcessView):
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """How DeepSpeed trains models, by the names that were given; None where it does not."""
-        engines = self._choices.engines
-        return None if engines is None or engines.deepspeed is None else dict(engines.deepspeed)
+        strategy_options = self._choices.strategy_options
+        return (
+            None if strategy_options is None or strategy_options.deepspeed is None else dict(strategy_options.deepspeed)
+        )
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -251,14 +253,14 @@ class AcceleratorState(ProcessView):
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """How models are sharded; None if they are not."""
-        engines = self._choices.engines
-        return engines.fsdp if engines is not None and self.is_fsdp2 else None
+        strategy_options = self._choices.strategy_options
+        return strategy_options.fsdp if strategy_options is not None and self.is_fsdp2 else None
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How ranks are laid out; None if nobody has said."""
-        engines = self._choices.engines
-        return None if engines is None else engines.parallelism
+        strategy_options = self._choices.strategy_options
+        return None if strategy_options is None else strategy_options.parallelism
 
     @property
     def is_fsdp2(self) -> bool:

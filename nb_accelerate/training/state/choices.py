@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nb_accelerate.training.optim import AcceleratedOptimizer, AcceleratedScheduler
     from nb_accelerate.training.precision.fp16 import LossScaler
     from nb_accelerate.training.process.context import ProcessContext
-    from nb_accelerate.training.strategies.select import EngineOptions
+    from nb_accelerate.training.strategies.select import StrategyOptions
 
 
 @dataclass(kw_only=True)
@@ -113,8 +113,8 @@ class Choices:
     dynamo: TorchDynamoPlugin
     accumulation: AccumulationState
     loops: RunningLoops
-    distributed_type: DistributedType | None = None  # None where no `Accelerator` has chosen one, as `engines`
-    engines: EngineOptions | None = None
+    distributed_type: DistributedType | None = None  # None where no `Accelerator` has chosen one, as `strategy_options`
+    strategy_options: StrategyOptions | None = None
     variables: Mapping[str, str] = field(default_factory=lambda: _variables(Environment()))
 
     @classmethod
@@ -157,7 +157,7 @@ def current_collectives() -> Collectives:
 def current_data_collectives() -> Collectives:
     """Return collectives between processes that read rows of their own; ranks that share rows count as one."""
     collectives, choices = current_collectives(), newest_choices()
-    layout = None if choices is None or choices.engines is None else choices.engines.parallelism
+    layout = None if choices is None or choices.strategy_options is None else choices.strategy_options.parallelism
     if layout is None or collectives.world_size == 1:
         return collectives
     return between_groups(collectives, layout.non_data_parallel_size)

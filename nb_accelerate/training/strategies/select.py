@@ -1,6 +1,7 @@
 """Choose how ranks exchange data, and which strategy trains models. Other code does not ask which one was chosen.
 
-A strategy with options has a field of `EngineOptions`, set by `resolve_engines`, and a branch of `select_strategy`.
+A strategy with options has a field of `StrategyOptions`, which `resolve_strategy_options` sets, and a branch of
+`select_strategy`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ ENGINE_VARIABLES = (
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_DEEPSPEED_",
 )
-"""Beginnings of the names of environment variables that `resolve_engines` reads."""
+"""Beginnings of the names of environment variables that `resolve_strategy_options` reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """The options of engines, by which `select_strategy` chooses; None if nobody asks for one."""
+class StrategyOptions:
+    """The options of strategies, by which `select_strategy` chooses; None if nobody asks for one."""
 
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     fsdp: FullyShardedDataParallelPlugin | None = None
@@ -82,14 +83,14 @@ class EngineOptions:
         return replace(chosen, num_steps=configured)
 
 
-def resolve_engines(
+def resolve_strategy_options(
     plugins: Mapping[str, Any],
     *,
     ddp: DistributedDataParallelKwargs,
-    before: EngineOptions | None,
+    before: StrategyOptions | None,
     environment: Environment,
-) -> EngineOptions:
-    """Choose the options of each engine: the argument, else those of an earlier `Accelerator`, else the environment.
+) -> StrategyOptions:
+    """Choose the options of each strategy: the argument, else those of an earlier `Accelerator`, else the environment.
 
     ``plugins`` are arguments of the `Accelerator` by name. ``before`` has the options of the newest one of this
     process, if it is to be followed.
@@ -125,7 +126,7 @@ def resolve_engines(
                 "parallelism_config and DeepSpeed were both asked for, and DeepSpeed lays out ranks by itself. Leave "
                 "one out."
             )
-        return EngineOptions(ddp=ddp, deepspeed=chosen)
+        return StrategyOptions(ddp=ddp, deepspeed=chosen)
     fsdp = resolve_fsdp(fsdp, environment)
     # Sizes of a layout ask for FSDP, where nothing says how.
     if fsdp is None and parallelism is not None:
@@ -133,7 +134,7 @@ def resolve_engines(
             fsdp = FullyShardedDataParallelPlugin()
         elif parallelism.tp_enabled and parallelism.dp_replicate_enabled:
             fsdp = FullyShardedDataParallelPlugin(reshard_after_forward=False)  # there is one shard, which stays
-    return EngineOptions(ddp=ddp, fsdp=fsdp, parallelism=parallelism)
+    return StrategyOptions(ddp=ddp, fsdp=fsdp, parallelism=parallelism)
 
 
 def select_collectives(process: ProcessContext) -> Collectives:
@@ -162,55 +163,55 @@ def unchecked_collectives(process: ProcessContext) -> Collectives:
     return TorchCollectives(process.device, device_ids=_device_ids(process))
 
 
-def select_strategy(process: ProcessContext, engines: EngineOptions) -> Strategy:
-    """Return how models are trained in this process: by the engines whose options are given."""
+def select_strategy(process: ProcessContext, options: StrategyOptions) -> Strategy:
+    """Return how models are trained in this process: by the strategy whose options are given."""
     collectives = select_collectives(process)
-    if engines.deepspeed is not None and (rehearsal := context.rehearsal()) is not None:
-        rehearsal.uses_deepspeed(engines.selected_deepspeed)
-        engines = replace(engines, deepspeed=None)
+    if options.deepspeed is not None and (rehearsal := context.rehearsal()) is not None:
+        rehearsal.uses_deepspeed(options.selected_deepspeed)
+        options = replace(options, deepspeed=None)
     if process.kind.make_strategy is not None:
-        _check_engines_of_device(process, engines)
+        _check_device_allows(process, options)
         strategy: Strategy = process.kind.make_strategy(process.device, collectives, process.distributed_type)
         return strategy
-    if engines.deepspeed is not None:
+    if options.deepspeed is not None:
         from nb_accelerate.training.strategies.deepspeed import DeepSpeedStrategy
 
         return DeepSpeedStrategy(
-            process.device, collectives, local_rank=process.topology.local_rank, plugins=engines.deepspeed
+            process.device, collectives, local_rank=process.topology.local_rank, plugins=options.deepspeed
         )
     if process.topology.world_size == 1:
         return Strategy(process.device, collectives, process.distributed_type)
-    asked = engines.parallelism
+    asked = options.parallelism
     layout = None if asked is None else layout_of(asked, process.topology)
     plan = None if asked is None or asked.tp_handler is None else asked.tp_handler.plan
     if layout is not None and layout.tp == process.topology.world_size:
-        if engines.fsdp is not None:
+        if options.fsdp is not None:
             raise ConfigError(
                 f"fsdp_plugin (or ACCELERATE_USE_FSDP) and tp_size={layout.tp} were given, and all ranks compute "
                 "layers together, so that none are left to shard over. Leave FSDP out, or lower tp_size and write "
                 "dp_shard_size too."
             )
         return TensorParallelStrategy(process.device, collectives, process.distributed_type, layout=layout, plan=plan)
-    if engines.fsdp is not None:
+    if options.fsdp is not None:
         check_averaging(process.group, process.device)
-        layout = layout or layout_for_fsdp(engines.fsdp, process.topology)
-        return FSDPStrategy(process.device, collectives, options=engines.fsdp, layout=layout, plan=plan)
+        layout = layout or layout_for_fsdp(options.fsdp, process.topology)
+        return FSDPStrategy(process.device, collectives, options=options.fsdp, layout=layout, plan=plan)
     return DDPStrategy(
         process.device,
         collectives,
         process.distributed_type,
-        options=engines.ddp,
+        options=options.ddp,
         pass_device_ids=_device_ids(process) is not None,
     )
 
 
-def _check_engines_of_device(process: ProcessContext, engines: EngineOptions) -> None:
-    """Refuse engines for devices that have a strategy of their own."""
-    layout = engines.parallelism
+def _check_device_allows(process: ProcessContext, options: StrategyOptions) -> None:
+    """Refuse strategies for devices that have a strategy of their own."""
+    layout = options.parallelism
     several = process.topology.world_size > 1
-    if engines.deepspeed is not None:
+    if options.deepspeed is not None:
         asked, variables = "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"
-    elif several and engines.fsdp is not None:
+    elif several and options.fsdp is not None:
         asked, variables = "fsdp_plugin or parallelism_config", "ACCELERATE_USE_FSDP, ACCELERATE_USE_PARALLELISM_CONFIG"
     elif several and layout is not None and layout.tp_enabled:
         asked, variables = f"tp_size={layout.tp_size}", "PARALLELISM_CONFIG_TP_SIZE"

@@ -19,7 +19,7 @@ from nb_accelerate.base.config.kwargs import DistributedDataParallelKwargs
 from nb_accelerate.base.config.parallelism import ParallelismConfig
 from nb_accelerate.errors import ConfigError
 from nb_accelerate.training.strategies.deepspeed.resolve import Run, engine_config
-from nb_accelerate.training.strategies.select import resolve_engines
+from nb_accelerate.training.strategies.select import resolve_strategy_options
 from nb_accelerate.utils import DummyOptim, DummyScheduler, FullyShardedDataParallelPlugin
 
 RUN = Run(precision="no", world_size=2, accumulation_steps=4, batch_sizes=(8,))
@@ -149,7 +149,7 @@ def test_a_configuration_file_of_accelerate_says_the_same(tmp_path):
 
 def test_one_engine_shards_a_model_and_one_place_says_how_long_a_window_is():
     def resolve(variables=None, **plugins):
-        return resolve_engines(
+        return resolve_strategy_options(
             plugins, ddp=DistributedDataParallelKwargs(), before=None, environment=Environment(variables or {})
         )
 
@@ -163,7 +163,9 @@ def test_one_engine_shards_a_model_and_one_place_says_how_long_a_window_is():
 
 def test_what_is_given_replaces_another_engine_of_an_accelerator_before():
     def resolve(before=None, **plugins):
-        return resolve_engines(plugins, ddp=DistributedDataParallelKwargs(), before=before, environment=Environment({}))
+        return resolve_strategy_options(
+            plugins, ddp=DistributedDataParallelKwargs(), before=before, environment=Environment({})
+        )
 
     sharded = resolve(parallelism_config=ParallelismConfig(dp_shard_size=2))
     assert sharded.fsdp is not None

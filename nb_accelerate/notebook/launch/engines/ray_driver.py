@@ -180,7 +180,7 @@ class Keeper:
         return f"its host, {sys.executable}, ended with exit code {host.returncode}: {'; '.join(lines) or 'no output'}"
 
 
-class Cluster:
+class RayCluster:
     """The cluster, and the actors on it.
 
     Args:
@@ -332,7 +332,7 @@ def main() -> None:
             answer(ended=index, why=_why_ended(host_ended))
 
     try:
-        cluster = Cluster(**json.loads(sys.stdin.readline()))
+        cluster = RayCluster(**json.loads(sys.stdin.readline()))
     except CannotPlaceError as error:
         answer(error=str(error))
         return
