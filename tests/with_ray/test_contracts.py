@@ -7,6 +7,7 @@ does by itself, whatever the engine: commands to training loops, silence.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -131,7 +132,8 @@ def a_raylet_that_is_killed_is_named_at_once_and_nothing_stays_there(
         started = psutil.Process(again.pid).children(recursive=True)
         again.terminate()
         for process in psutil.wait_procs(started, timeout=5)[1]:  # which wait for the head
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         again.wait(30)
 
 
