@@ -109,7 +109,7 @@ def _ask_until_answered(question: str, default: Any, how: Callable[[str], Any] |
     """Return the value of an answer; an empty one is the default.
 
     Args:
-        how: makes a value of text, and raises ValueError where it cannot; or the words of which one is to be chosen.
+        how: makes a value of text, and raises ValueError where it cannot; or the words to choose from.
     """
     words = "" if callable(how) else f" ({', '.join(how)})"
     while True:

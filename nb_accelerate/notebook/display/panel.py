@@ -42,7 +42,7 @@ _DRAW_MANY_EVERY = 0.8
 
 _INSPECT_EVERY = 1.0
 
-_LINES_EVERY = 0.4  # seconds between two requests for the lines that ranks are at, each of which takes them some 10 µs
+_LINES_EVERY = 0.4  # seconds between two requests for the lines that ranks are at; one takes them some 10 µs
 
 _KEPT_LINES = 200  # last lines of each rank that are kept of a run that is over
 

@@ -77,7 +77,7 @@ def sweep(
                     devices=places[place],
                     block=False,
                     progress="off",
-                    engine="auto",  # on this machine, whatever the notebook's other launches use
+                    engine="auto",  # on this machine, though other launches of the notebook may use an engine
                     env=env,
                     log_line_prefix_template=f"[{names[index]}] ".replace("$", "$$"),
                 )

@@ -173,7 +173,7 @@ class Commands:
         say("the ranks have no variables of yours any more")
 
     def _stop(self, _: dict[str, Any]) -> None:
-        from nb_accelerate.notebook.launch.hosts import close_hosts  # loaded with the pool, and not to load this file
+        from nb_accelerate.notebook.launch.hosts import close_hosts  # here, because this file is loaded before the pool
 
         was_running = self._pool.has_ranks
         self._pool.stop()

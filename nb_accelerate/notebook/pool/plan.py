@@ -115,7 +115,7 @@ class CellPlan:
             return sync.uses(name)
         snapshot = self._snapshot(name)
         if is_forced:
-            # A value that the rank has is changed in place, so that whatever refers to it there sees the change.
+            # A value that the rank has is changed in place, so that all that refers to it there sees the change.
             if name in sync.sent_tokens and state_of(value) is not None and sync.has(name, value):
                 self.send[rank].discard(name)
                 self.changed[rank][name] = snapshot.parts(name).keys() & sync.sent_tokens.keys()

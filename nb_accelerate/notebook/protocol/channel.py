@@ -69,7 +69,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)  # not what users' code has set by `socket.setdefaulttimeout`, here or at the other end
         self._socket = sock
-        # A frame of which several fit into the buffer does not keep its sender waiting while the other end is
+        # A frame that fits into the buffer several times does not keep its sender waiting while the other end is
         # suspended.
         buffer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self._longest_inline = min(_LONGEST_INLINE, buffer // _FRAMES_IN_BUFFER - _HEADER.size)

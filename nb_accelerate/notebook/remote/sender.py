@@ -326,7 +326,7 @@ class ReceivedSegments:
         return self._file_of(number) if number == EMPTY else self._files[number]
 
     def drop(self, body: bytes) -> None:
-        """Drop a segment, of which perhaps nothing has come."""
+        """Drop a segment, or the part of it that has come."""
         (number,) = NUMBER.unpack(body)
         if number in self._files:
             os.close(self._files.pop(number))

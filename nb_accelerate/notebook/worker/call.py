@@ -44,7 +44,7 @@ def answer(
     try:
         with gate:
             with closed_on_error(fds):
-                gate.check()  # before what came with it, of which an interrupt may have taken back a part
+                gate.check()  # before what came with it: an interrupt may have taken back a part
             function, args, kwargs = load()
             trained_models.begin()
             try:

@@ -47,7 +47,7 @@ _CONTAINERS = frozenset({list, tuple, dict})
 
 
 class Bindings:
-    """The variables of a rank before a cell, none of which is kept alive.
+    """The variables of a rank before a cell. None is kept alive.
 
     A cell that deletes a model to make room for another must get the memory while it runs, so no reference to the model
     is held, but a weak one where its type supports that. Of others (lists, tuples, dicts) the address is kept. A later
@@ -169,7 +169,7 @@ class PersistentRank:
         try:
             with self._gate:
                 with closed_on_error(fds):
-                    self._gate.check()  # before the names, of which an interrupt may have taken back a part
+                    self._gate.check()  # before the names: an interrupt may have taken back a part
                 # Names first: what came along counts as the notebook's, and not as bound by the cell.
                 if cell.names is not None:
                     received.define(cell.names, fds, self._names)

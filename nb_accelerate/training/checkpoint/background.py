@@ -197,7 +197,7 @@ class BackgroundSaves:
 
     def close(self) -> None:
         """Wait for the save under way at the end of the process."""
-        # Taken out first: it is registered with two kinds of exit handlers, of which both may call it.
+        # Taken out first, because two kinds of exit handlers may call it.
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.join()

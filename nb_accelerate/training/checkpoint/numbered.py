@@ -111,7 +111,7 @@ def remove_old(
     """
     numbers = {folder: number for number, folder in checkpoints_in(saved.parent) if number >= first or folder == saved}
     others = [folder for folder in numbers if folder != saved]
-    metrics: dict[Path, Mapping[str, float]] = {}  # of those of which all files are there and none is cut off
+    metrics: dict[Path, Mapping[str, float]] = {}  # of complete checkpoints: all files are there, and none is cut off
     for folder in others:
         _, manifest, damage = examine(folder)
         if not damage:

@@ -15,7 +15,7 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_BLOCK = 512  # bytes, of which the allocator of CUDA gives whole ones
+_BLOCK = 512  # bytes: the allocator of CUDA gives whole blocks
 
 
 class LiveBytes:
@@ -52,7 +52,7 @@ class LiveBytes:
         self.devices[number] = device
 
         def gone(_: object) -> None:
-            # Python calls this as the last reference goes, amid whatever runs then: it only notes.
+            # Python calls this as the last reference goes, in the middle of other code: it only notes.
             del self._numbers[address]
             self._changed(number, 0)
 

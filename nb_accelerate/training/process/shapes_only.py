@@ -102,6 +102,6 @@ def unwritten(made: Any) -> Any:
         ones = int(made.dtype.is_floating_point or made.dtype.is_complex)
         return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype).fill_(ones)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True))
-    # Zeros as well, of which no page is there: memory of the C library would hold what was in it before.
+    # Zeros as well, whose pages are not there: memory of the C library would hold what was in it before.
     pages = mmap.mmap(-1, extent * made.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=made.dtype).as_strided(made.shape, made.stride())

@@ -172,11 +172,11 @@ def averaging_nothing(plain: Callable[..., None], recorder: Any) -> Callable[...
             done.set_result(bucket.buffer())
             return done
 
-        sizes = [each.numel() for each in module.parameters()]  # of which torch refuses others on another rank
+        sizes = [each.numel() for each in module.parameters()]  # torch refuses other sizes on another rank
         recorder.tell(f"the weights of {name}, {sum(sizes):,} in {len(sizes)} tensors")
         plain(self, module, *args, **kwargs)
         self.register_comm_hook(None, exchange)
-        self.register_comm_hook = lambda *_: None  # for the user's, of which torch takes no second
+        self.register_comm_hook = lambda *_: None  # the user's hook: torch takes one only
 
     return init
 

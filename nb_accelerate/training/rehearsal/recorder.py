@@ -49,7 +49,7 @@ _INITIALIZES = ("reset_parameters", "_init_weights", "_initialize_weights", "ini
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes a `Trace`. `training.process.context.rehearsal` has it, in a process that rehearses a rank.
 
-    As a mode of torch, which is not public, it sees the collectives that torch runs, whoever calls them.
+    As a mode of torch, which is not public, it sees all collectives that torch runs.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sent[operation] = self._sent.get(operation, 0) + size * shares.get(operation, (ranks - 1) / ranks)
 
     def see_inputs(self, tensors: Iterable[Tensor]) -> None:
-        """Count what a prepared model is given, which is on the device whoever put it there."""
+        """Count what a prepared model is given, which is on the device in any case."""
         self._live.see(tensors, device=self._device)
 
     def exchange_bucket(self, bucket: Tensor) -> None:
